@@ -1,0 +1,635 @@
+"""Token shards: writing them, checking them, and reading them in a shuffled order that is computed, not stored.
+
+A corpus is a folder of llm.c / modded-nanogpt shards (https://github.com/karpathy/llm.c/tree/master/dev/data) and a
+manifest.json that is written last, so that its presence means complete:
+
+    train_000000.bin ...   256 little-endian int32 (magic, version, token count, 0 ...), then the tokens
+    val_000000.bin ...     magic 20240520 version 1: uint16 tokens; magic 20240801 version 7: uint32 tokens
+    manifest.json          {"format": 1, "dtype", "vocab_size", "separator", "tokenizer": {"file", "sha256"} | null,
+                            "shards": [{"file", "split", "tokens", "documents", "bytes", "sha256"}], "source": {...}}
+
+Shards that other tools wrote train as they are, after one command that derives their manifest and copies nothing:
+
+    python -m nano.shards FOLDER [--separator ID] [--vocab_size N] [--tokenizer FILE]
+
+The shards of a split are one stream of N tokens, cut into ceil((N - 1) / T) windows: window w reads tokens
+[w*T, w*T + T) and predicts [w*T + 1, w*T + T + 1), so each token but the first is predicted exactly once. Position p of
+a run is window window_at(p): a new permutation of all windows each epoch, a pure function of (seed, p). One integer,
+the windows consumed, is therefore the whole state of the loader, on any number of hosts and for any batch size.
+"""
+import argparse
+import concurrent.futures
+import hashlib
+import json
+import mmap
+import os
+import queue
+import re
+import sys
+import threading
+import time
+import weakref
+from typing import Any, Callable, Iterator
+
+import numpy as np
+
+IGNORE = -1  # a target that counts for nothing
+FORMATS = {'uint16': (20240520, 1), 'uint32': (20240801, 7)}  # dtype: magic, version
+HEADER_BYTES = 256 * 4
+MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32; a stream of shards is longer and has 64-bit offsets
+# Mapped pages count as resident memory, so all maps are dropped after touching this much; Linux maps up to 64 KB of
+# cached pages around each fault. A map holds a file descriptor, of which a process may have 1,024: FineWeb-100B has
+# 1,031 shards.
+RESIDENT_BYTES, FAULT_AROUND, MAX_MAPS = 64 << 20, 64 << 10, 128
+
+
+class DataError(Exception):
+    """What is wrong with the data, where, and what to do: one line for people."""
+
+
+def read_header(path: str) -> tuple[str, int]:
+    """Returns (dtype, tokens) of a shard whose header fits its size; DataError otherwise."""
+    try:
+        size = os.path.getsize(path)
+        header = np.fromfile(path, '<i4', 256)
+    except OSError as e:
+        raise DataError(f'{path}: cannot be read ({e.strerror}): copy the shard again') from e
+    if len(header) < 256:
+        raise DataError(f'{path}: has {size} bytes, a header alone {HEADER_BYTES}: truncated, copy the shard again')
+    magic, version, tokens = header[:3].tolist()
+    dtype = next((d for d, (m, _) in FORMATS.items() if m == magic), None)
+    if dtype is None:
+        raise DataError(f'{path}: magic number {magic}, expected 20240520 (uint16) or 20240801 (uint32): not an llm.c '
+                        'token shard (nanoGPT writes .bin files without a header: prepare the text with data/text.py)')
+    if version != FORMATS[dtype][1]:
+        raise DataError(f'{path}: version {version}, expected {FORMATS[dtype][1]} for {dtype} tokens: another format')
+    if tokens < 0:
+        raise DataError(f'{path}: the header counts {tokens} tokens: damaged, copy the shard again')
+    itemsize = np.dtype(dtype).itemsize
+    expected = HEADER_BYTES + tokens * itemsize
+    if size != expected:
+        what = 'truncated' if size < expected else 'trailing bytes'
+        odd = f' and is not a whole number of {dtype} tokens' if (size - HEADER_BYTES) % itemsize else ''
+        raise DataError(f'{path}: {what}: the header counts {tokens} {dtype} tokens, so {expected} bytes, but the file '
+                        f'has {size}{odd}: copy the shard again')
+    return dtype, tokens
+
+
+def file_sha256(path: str) -> str:
+    with open(path, 'rb') as f:
+        return hashlib.file_digest(f, 'sha256').hexdigest()
+
+
+def _rename(temp: str, path: str):
+    """Renames a file that is already synced, and syncs the folder, so that the name outlives a power cut too."""
+    os.replace(temp, path)
+    fd = os.open(os.path.dirname(path) or '.', os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_json(path: str, value: Any):
+    text = json.dumps(value, indent=1)
+    temp = f'{path}.{os.uname().nodename}.{os.getpid()}.tmp'  # its own name for each host that shares the folder
+    with open(temp, 'w', encoding='utf-8') as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    _rename(temp, path)
+
+
+class ShardWriter:
+    """Writes one split as {split}_000000.bin, {split}_000001.bin, ... of `shard_tokens` tokens each, the last shorter.
+
+    A shard has a temporary name and no magic number until it is whole and synced. DataError for what does not fit."""
+
+    def __init__(self, folder: str, split: str, dtype: str, shard_tokens: int):
+        if dtype not in FORMATS:
+            raise DataError(f'dtype {dtype!r}: shards hold {" or ".join(FORMATS)}')
+        if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
+            raise DataError(f'shard_tokens {shard_tokens}: must be 1 to {MAX_SHARD_TOKENS}, the header counts in int32')
+        os.makedirs(folder, exist_ok=True)
+        if os.path.exists(os.path.join(folder, 'manifest.json')):
+            raise DataError(f'{folder}: holds a finished corpus; remove its manifest.json to write another over it')
+        self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
+        self.entries: list[dict] = []
+        self._file = None
+
+    def add(self, tokens: np.ndarray, documents: int = 0, n_bytes: int | None = None):
+        """Appends tokens [n] of any integer dtype; `documents` begin here, of `n_bytes` UTF-8 bytes (None: unknown).
+
+        Ids that do not fit the shard's dtype are refused: numpy would wrap 70000 to 4464 without a word."""
+        tokens = np.asarray(tokens)
+        n = len(tokens)
+        if n == 0:
+            return
+        if tokens.ndim != 1 or tokens.dtype.kind not in 'iu':
+            raise DataError(f'{self.split}: tokens must be integers [n], not {tokens.dtype} {list(tokens.shape)}')
+        if tokens.min() < 0 or tokens.max() > np.iinfo(self.dtype).max:
+            raise DataError(f'{self.split}: token ids from {tokens.min()} to {tokens.max()} do not fit {self.dtype}')
+        tokens = tokens.astype(np.dtype(self.dtype).newbyteorder('<'))
+        done = 0
+        while done < n:
+            if self._file is None:
+                self._open()
+            entry = self.entries[-1]
+            end = min(n, done + self.shard_tokens - entry['tokens'])
+            self._file.write(tokens[done:end].data)
+            entry['tokens'] += end - done
+            entry['documents'] += documents if done == 0 else 0
+            if n_bytes is None or entry['bytes'] is None:
+                entry['bytes'] = None
+            else:  # text that spans shards is shared out by tokens: the sum stays exact
+                entry['bytes'] += n_bytes * end // n - n_bytes * done // n
+            done = end
+            if entry['tokens'] == self.shard_tokens:
+                self._finish()
+
+    def close(self) -> list[dict]:
+        """Completes the last shard. Returns the manifest's entries for this split."""
+        if self._file is not None:
+            self._finish()
+        return self.entries
+
+    def _open(self):
+        name = f'{self.split}_{len(self.entries):06d}.bin'
+        self._file = open(os.path.join(self.folder, name + '.tmp'), 'wb')
+        self._file.write(bytes(HEADER_BYTES))
+        self.entries.append({'file': name, 'split': self.split, 'tokens': 0, 'documents': 0, 'bytes': 0})
+
+    def _finish(self):
+        header = np.zeros(256, '<i4')
+        header[:3] = *FORMATS[self.dtype], self.entries[-1]['tokens']
+        self._file.seek(0)
+        self._file.write(header.data)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        temp, self._file = self._file.name, None
+        read_header(temp)  # a write that failed half-way, as on a full disk, shows in the size
+        self.entries[-1]['sha256'] = file_sha256(temp)  # read back: the header, known last, is hashed first
+        _rename(temp, temp.removesuffix('.tmp'))
+
+
+def _check_manifest(path: str, m: Any):
+    def need(ok, what):
+        if not ok:
+            raise DataError(f'{path}: {what}: prepare the data again (data/text.py, or python -m nano.shards)')
+
+    def whole(v, least=0, most=2**63 - 1):
+        return type(v) is int and least <= v <= most
+
+    def keys(d, what, names):
+        need(isinstance(d, dict), f'{what} is not a JSON object')
+        missing = [k for k in names.split() if k not in d]
+        need(not missing, f'{what} lacks {", ".join(missing)}')
+
+    keys(m, 'the manifest', 'format')
+    need(m['format'] == 1, f'format is {m["format"]!r}, this program reads 1')
+    keys(m, 'the manifest', 'dtype vocab_size separator tokenizer shards')
+    need(m['dtype'] in list(FORMATS), f'dtype is {m["dtype"]!r}, expected {" or ".join(FORMATS)}')
+    most = {'uint16': 2**16, 'uint32': 2**31}[m['dtype']]  # ids are int32 on the device
+    need(whole(m['vocab_size'], 1, most), f'vocab_size is {m["vocab_size"]!r}, expected 1 to {most}')
+    need(m['separator'] is None or whole(m['separator'], 0, m['vocab_size'] - 1),
+         f'separator is {m["separator"]!r}, expected null or an id below {m["vocab_size"]}')
+    if m['tokenizer'] is not None:
+        keys(m['tokenizer'], 'tokenizer', 'file sha256')
+        need(all(isinstance(m['tokenizer'][k], str) for k in ('file', 'sha256')), 'tokenizer: file, sha256 must be text')
+    need(isinstance(m['shards'], list) and m['shards'], 'lists no shards')
+    for i, s in enumerate(m['shards']):
+        keys(s, f'shard {i}', 'file split tokens documents bytes sha256')
+        need(all(isinstance(s[k], str) for k in ('file', 'split', 'sha256')) and whole(s['tokens'])
+             and all(s[k] is None or whole(s[k]) for k in ('documents', 'bytes')), f'shard {i} has values of other types')
+        need(s['file'] and os.path.basename(s['file']) == s['file'], f'shard file {s["file"]!r} is not a file name')
+    names = [s['file'] for s in m['shards']]
+    need(len(set(names)) == len(names), 'lists a shard twice')
+
+
+def write_manifest(folder: str, manifest: dict):
+    """Writes manifest.json atomically; call it last, when every shard and the tokenizer are in place."""
+    path = os.path.join(folder, 'manifest.json')
+    _check_manifest(path, manifest)
+    _write_json(path, manifest)
+
+
+def load_manifest(folder: str) -> dict:
+    """Returns the manifest of a folder, its keys and types checked; DataError otherwise."""
+    path = os.path.join(folder, 'manifest.json')
+    if not os.path.isdir(folder):
+        raise DataError(f'{folder}: no such folder: prepare data with data/text.py')
+    try:
+        with open(path, encoding='utf-8') as f:
+            manifest = json.load(f)
+    except FileNotFoundError as e:
+        raise DataError(f'{folder}: has no manifest.json, so its data is not complete: run data/text.py again, or for '
+                        f'shards of other tools: python -m nano.shards {folder}') from e
+    except (OSError, ValueError) as e:
+        raise DataError(f'{path}: is not readable JSON ({e}): prepare the data again') from e
+    _check_manifest(path, manifest)
+    return manifest
+
+
+def _check_shards(folder: str, manifest: dict, split: str) -> list[dict]:
+    """Returns the entries of a split, their headers and sizes checked against the files."""
+    entries = [s for s in manifest['shards'] if s['split'] == split]
+    if not sum(s['tokens'] for s in entries):
+        splits = ', '.join(sorted({s['split'] for s in manifest['shards'] if s['tokens']})) or 'none'
+        raise DataError(f'{folder}: split {split!r} is empty; splits with tokens: {splits}')
+    for s in entries:
+        path = os.path.join(folder, s['file'])
+        dtype, tokens = read_header(path)
+        if (dtype, tokens) != (manifest['dtype'], s['tokens']):
+            raise DataError(f'{path}: holds {tokens} {dtype} tokens, the manifest says {s["tokens"]} '
+                            f'{manifest["dtype"]}: another file of this name; copy the shard again')
+    return entries
+
+
+def _parallel(function: Callable, items: list, what: str, log: Callable[[str], Any]) -> list:
+    """[function(x) for x in items] on threads (hashing and numpy run without the GIL), with a line every 5 s."""
+    told = time.monotonic()
+    pool = concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+    try:
+        futures = [pool.submit(function, x) for x in items]
+        for i, future in enumerate(concurrent.futures.as_completed(futures), 1):
+            future.result()
+            if time.monotonic() > told + 5:
+                told = time.monotonic()
+                log(f'{what}: {i} of {len(items)} files')
+        return [f.result() for f in futures]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def verify(folder: str, manifest: dict, splits: list[str], log: Callable[[str], Any] = print):
+    """Checks header, size and sha256 of each shard of `splits`, and the tokenizer's sha256. DataError names the file.
+
+    `.verified.json` remembers name, size, mtime and sha256, so that a restart hashes only what has changed."""
+    wanted = {s['file']: s['sha256'] for split in splits for s in _check_shards(folder, manifest, split)}
+    if manifest['tokenizer']:
+        wanted[manifest['tokenizer']['file']] = manifest['tokenizer']['sha256']
+    memo_path = os.path.join(folder, '.verified.json')
+    try:
+        with open(memo_path, encoding='utf-8') as f:
+            memo = dict(json.load(f))
+    except (OSError, ValueError, TypeError):
+        memo = {}
+
+    def check(name):
+        path = os.path.join(folder, name)
+        try:
+            stat = os.stat(path)
+            state = [stat.st_size, stat.st_mtime_ns, wanted[name]]
+            found = wanted[name] if memo.get(name) == state else file_sha256(path)
+        except OSError as e:
+            raise DataError(f'{path}: named by the manifest, cannot be read ({e.strerror}): copy it again') from e
+        if found != wanted[name]:
+            raise DataError(f'{path}: sha256 {found}, the manifest says {wanted[name]}: changed or damaged, copy it again')
+        return name, state
+
+    known = {**memo, **dict(_parallel(check, list(wanted), f'{folder}: verifying checksums', log))}
+    if known != memo:
+        try:
+            _write_json(memo_path, known)
+        except OSError:  # a read-only folder is hashed at each start
+            pass
+
+
+class Windows:
+    """A split's shards as one stream of N tokens in ceil((N - 1) / T) fixed windows; memory-mapped, bounded in RAM.
+
+    The last window is padded (input 0, target IGNORE). Ids must be below the manifest's vocab_size, and below
+    `vocab_size` when given. DataError when the split is empty or a shard is not what the manifest says."""
+
+    def __init__(self, folder: str, split: str, seq_len: int, vocab_size: int | None = None):
+        if seq_len < 1:
+            raise DataError(f'seq_len {seq_len}: must be at least 1')
+        self.manifest = load_manifest(folder)
+        self.seq_len = int(seq_len)
+        self.vocab_size = min(self.manifest['vocab_size'], vocab_size or 2**31)
+        entries = [s for s in _check_shards(folder, self.manifest, split) if s['tokens']]
+        self.paths = [os.path.join(folder, s['file']) for s in entries]
+        self.starts = np.cumsum([0] + [s['tokens'] for s in entries], dtype=np.int64)  # shard i: starts[i], starts[i + 1]
+        self.n_tokens = int(self.starts[-1])
+        if self.n_tokens < 2:
+            raise DataError(f'{folder}: split {split!r} has {self.n_tokens} token: needs 2, one to read, one to predict')
+        self._dtype = np.dtype(self.manifest['dtype']).newbyteorder('<')
+        self._maps: dict[int, np.ndarray] = {}
+        self._touched = 0
+
+    def __len__(self) -> int:
+        return -(-(self.n_tokens - 1) // self.seq_len)
+
+    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Windows indices [n] -> inputs x and targets y, int32 [n, T]. DataError for an id outside the vocabulary."""
+        T = self.seq_len
+        indices = np.asarray(indices, np.int64)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f'windows {indices.min()} to {indices.max()} of {len(self)}')
+        tokens = np.zeros((len(indices), T + 1), self._dtype)
+        firsts = indices * T
+        shards = np.searchsorted(self.starts, firsts, side='right') - 1
+        for row, first, shard in zip(tokens, firsts.tolist(), shards.tolist()):
+            done, n = 0, min(T + 1, self.n_tokens - first)
+            while done < n:  # once, unless the window spans shards
+                start = first + done - int(self.starts[shard])
+                part = self._map(shard)[start:start + n - done]
+                row[done:done + len(part)] = part
+                done += len(part)
+                shard += 1
+        if tokens.size and tokens.max() >= self.vocab_size:
+            row, column = np.argwhere(tokens >= self.vocab_size)[0].tolist()
+            at = int(firsts[row]) + column
+            shard = int(np.searchsorted(self.starts, at, side='right')) - 1
+            raise DataError(f'{self.paths[shard]}: token {at - self.starts[shard]} has id {tokens[row, column]}, outside the vocabulary of '
+                            f'{self.vocab_size}: another tokenizer wrote this shard, or the model has too few ids')
+        x, y = tokens[:, :-1].astype(np.int32), tokens[:, 1:].astype(np.int32)
+        n_last = self.n_tokens - 1 - (len(self) - 1) * T
+        if n_last < T:
+            last = indices == len(self) - 1
+            x[last, n_last:] = 0
+            y[last, n_last:] = IGNORE
+        return x, y
+
+    def _map(self, shard: int) -> np.ndarray:
+        self._touched += (self.seq_len + 1) * self._dtype.itemsize + FAULT_AROUND
+        if self._touched > RESIDENT_BYTES or len(self._maps) >= MAX_MAPS:
+            self._maps.clear()
+            self._touched = 0
+        tokens = self._maps.get(shard)
+        if tokens is None:
+            try:
+                with open(self.paths[shard], 'rb') as f:
+                    mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+                n = int(self.starts[shard + 1] - self.starts[shard])
+                tokens = self._maps[shard] = np.frombuffer(mapped, self._dtype, n, HEADER_BYTES)
+            except (OSError, ValueError) as e:
+                raise DataError(f'{self.paths[shard]}: removed or cut while in use ({e})') from e
+            mapped.madvise(mmap.MADV_RANDOM)  # no read-ahead beyond the window
+        return tokens
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finalizer of splitmix64 (https://prng.di.unimi.it/splitmix64.c) on uint64 [n], arithmetic modulo 2**64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+def window_at(position: np.ndarray, n_windows: int, seed: int) -> np.ndarray:
+    """Positions int64 [n] of a run -> windows int64 [n]: epoch `position // n_windows` visits each window once.
+
+    A Feistel network keyed by (seed, epoch) permutes the numbers below the next power of two, at most twice too many;
+    walking its cycle until the number is below n_windows makes it a permutation of exactly those (Black and Rogaway,
+    https://web.cs.ucdavis.edu/~rogaway/papers/subset.pdf)."""
+    position = np.asarray(position, np.int64)
+    if n_windows < 1 or (position < 0).any():
+        raise ValueError(f'n_windows {n_windows} must be at least 1 and positions at least 0')
+    epoch, x = (a.astype(np.uint64) for a in np.divmod(position, n_windows))
+    key = _mix(_mix(np.array([seed % 2**64], np.uint64)) + epoch)
+    bits = (n_windows - 1).bit_length()
+    low_bits = bits // 2
+    low_mask, high_mask = (1 << low_bits) - 1, (1 << bits - low_bits) - 1
+    out = np.empty(len(position), np.int64)
+    todo = np.arange(len(position))
+    while len(todo):
+        low, high = x & low_mask, x >> low_bits
+        for r in range(4):  # 8 rounds; 4 are enough for a pseudo-random permutation (Luby and Rackoff)
+            high ^= _mix(low + key + 2 * r) & high_mask
+            low ^= _mix(high + key + (2 * r + 1)) & low_mask
+        x = high << low_bits | low
+        out[todo] = x
+        outside = x >= n_windows
+        todo, x, key = todo[outside], x[outside], key[outside]
+    return out
+
+
+def _global_batch(windows: Windows, indices: np.ndarray, global_batch: int, rows: np.ndarray | None):
+    """x, y int32 [global_batch, T]: row r is window indices[r]; rows past the end or not in `rows` are 0 / IGNORE."""
+    if rows is None and len(indices) == global_batch:
+        return windows.read(indices)
+    rows = np.arange(len(indices)) if rows is None else rows[rows < len(indices)]
+    x = np.zeros((global_batch, windows.seq_len), np.int32)
+    y = np.full((global_batch, windows.seq_len), IGNORE, np.int32)
+    x[rows], y[rows] = windows.read(indices[rows])
+    return x, y
+
+
+def _check_rows(global_batch: int, rows: np.ndarray | None) -> np.ndarray | None:
+    if global_batch < 1:
+        raise ValueError(f'global_batch {global_batch} must be at least 1')
+    if rows is None:
+        return None
+    rows = np.asarray(rows, np.int64)
+    if len(np.unique(rows)) != len(rows) or not ((0 <= rows) & (rows < global_batch)).all():
+        raise ValueError(f'rows must be distinct and within the global batch of {global_batch}')
+    return rows
+
+
+class Loader:
+    """Endless batches, prefetched by a thread: batch k is the windows at positions start + k * global_batch + [0, B).
+
+    rows: which rows of the global batch this host's devices need (None: all). A batch is to_device(x, y) with x, y int32
+    [B, T] of full size, because torch_xla takes the global array from each host and sends only its own devices' shards;
+    the other rows are never read and stay 0 / IGNORE. Up to prefetch + 1 batches exist besides those handed out.
+    What fails in the thread is raised by the next()s after the batches before it. Close it, or use it in `with`."""
+
+    def __init__(self, windows: Windows, global_batch: int, seed: int, start: int = 0, rows: np.ndarray | None = None,
+                 to_device: Callable = lambda x, y: (x, y), prefetch: int = 2):
+        rows = _check_rows(global_batch, rows)
+        if start < 0 or prefetch < 1:
+            raise ValueError(f'start {start} must be at least 0 and prefetch {prefetch} at least 1')
+        self.position, self.global_batch = start, global_batch  # windows consumed by the batches handed out so far
+        self.wait_s = 0.0  # seconds that the last next() waited for data
+        self._queue, self._stop, self._error = queue.Queue(prefetch), threading.Event(), None
+        # The thread must not hold the loader itself: one that is dropped without close() could then never end.
+        self._thread = threading.Thread(target=_produce, daemon=True, name='loader', args=(
+            self._queue, self._stop, windows, global_batch, seed, start, rows, to_device))
+        weakref.finalize(self, self._stop.set)
+        self._thread.start()
+
+    def __iter__(self) -> 'Loader':
+        return self
+
+    def __next__(self) -> Any:
+        began = time.perf_counter()
+        while not (self._error or self._stop.is_set()):
+            try:
+                batch, self._error = self._queue.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            if self._error is None:
+                self.wait_s = time.perf_counter() - began
+                self.position += self.global_batch
+                return batch
+        raise self._error or StopIteration
+
+    def close(self):
+        """Ends the thread, after at most the batch at hand; does not wait for one that takes longer than 5 s."""
+        self._stop.set()
+        while not self._queue.empty():  # room for the thread, and memory back
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                break
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def __enter__(self) -> 'Loader':
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def _produce(out, stop, windows, global_batch, seed, position, rows, to_device):
+    while not stop.is_set():
+        try:
+            positions = position + np.arange(global_batch, dtype=np.int64)
+            indices = window_at(positions, len(windows), seed)
+            item = to_device(*_global_batch(windows, indices, global_batch, rows)), None
+        except BaseException as e:
+            item = None, e
+        while not stop.is_set():
+            try:
+                out.put(item, timeout=0.1)
+                break
+            except queue.Full:
+                pass
+        if item[1]:
+            return
+        del item
+        position += global_batch
+
+
+def eval_windows(n_windows: int, n: int) -> np.ndarray:
+    """The fixed windows of an evaluation, int64: all when n is 0 or at least n_windows, else n evenly spread ones."""
+    if n < 0:
+        raise ValueError(f'{n} windows to evaluate')
+    n = n if 0 < n < n_windows else n_windows
+    return np.arange(n, dtype=np.int64) * n_windows // n
+
+
+def eval_batches(windows: Windows, n: int, global_batch: int, rows: np.ndarray | None = None,
+                 to_device: Callable = lambda x, y: (x, y)) -> Iterator[Any]:
+    """Each window of eval_windows(len(windows), n) once, as batches like the Loader's; the last is padded with rows of
+    x = 0, y = IGNORE, so every host sees the same number of batches of one shape."""
+    rows = _check_rows(global_batch, rows)
+    chosen = eval_windows(len(windows), n)
+    for i in range(0, len(chosen), global_batch):
+        yield to_device(*_global_batch(windows, chosen[i:i + global_batch], global_batch, rows))
+
+
+def _split_of(name: str) -> str:
+    found = set(re.findall('(?:^|[^a-z])(train|val)', name.lower()))
+    if len(found) != 1:
+        raise DataError(f'{name}: its name does not say which split it belongs to: rename it, or link to it, with train '
+                        'or val as a word, such as fineweb_train_000001.bin or fineweb_val_000000.bin')
+    return found.pop()
+
+
+def _text_bytes(tokenizer: Any, path: str, dtype: str, separator: int | None) -> int:
+    """UTF-8 bytes of a shard's text; documents are decoded one by one, and a shard without a separator in pieces."""
+    tokens, n_bytes = np.memmap(path, dtype, 'r', HEADER_BYTES), 0
+    for i in range(0, len(tokens), 1 << 20):
+        piece = np.array(tokens[i:i + (1 << 20)])
+        for document in np.split(piece, np.flatnonzero(piece == separator)):
+            n_bytes += len(tokenizer.decode(document[document != separator].tolist()).encode())
+    return n_bytes
+
+
+def derive(folder: str, separator: int | None = None, vocab_size: int | None = None, tokenizer: str | None = None,
+           log: Callable[[str], Any] = print) -> dict:
+    """Writes the manifest of a folder of .bin shards that other tools wrote, and returns it. DataError otherwise.
+
+    vocab_size None: the tokenizer's, or the largest id + 1. separator None: the tokenizer's, if the shards have it.
+    `bytes` is what the tokenizer decodes, for every split but train (decoding takes hours per 10B tokens), or null."""
+    if not os.path.isdir(folder):
+        raise DataError(f'{folder}: no such folder')
+    if os.path.exists(os.path.join(folder, 'manifest.json')):
+        raise DataError(f'{folder}: has a manifest.json already; remove it to derive another')
+    names = sorted(n for n in os.listdir(folder) if n.endswith('.bin'))
+    if not names:
+        raise DataError(f'{folder}: has no .bin shards')
+    splits = [_split_of(n) for n in names]
+    paths = [os.path.join(folder, n) for n in names]
+    headers = [read_header(p) for p in paths]
+    dtype = headers[0][0]
+    for path, (other, _) in zip(paths, headers):
+        if other != dtype:
+            raise DataError(f'{path}: holds {other} tokens but {paths[0]} {dtype}: put one kind into each folder')
+    coder = None
+    if tokenizer is not None:
+        from nano.tokenizer import load_tokenizer
+        coder = load_tokenizer(tokenizer)
+        vocab_size = coder.vocab_size if vocab_size is None else vocab_size
+        separator = coder.separator if separator is None else separator
+
+    def scan(path):
+        """Returns (sha256, largest id, first id, separators), in one pass."""
+        sha, largest, first, separators = hashlib.sha256(), -1, None, 0
+        with open(path, 'rb') as f:
+            sha.update(f.read(HEADER_BYTES))
+            while chunk := f.read(16 << 20):
+                sha.update(chunk)
+                tokens = np.frombuffer(chunk, np.dtype(dtype).newbyteorder('<'))
+                first = int(tokens[0]) if first is None else first
+                largest = max(largest, int(tokens.max()))
+                separators += 0 if separator is None else int((tokens == separator).sum())
+        return sha.hexdigest(), largest, first, separators
+
+    scans = _parallel(scan, paths, f'{folder}: hashing', log)
+    largest = max(s[1] for s in scans)
+    if largest < 0:
+        raise DataError(f'{folder}: its shards hold no tokens')
+    if vocab_size is None:
+        vocab_size = largest + 1
+        log(f'vocab_size {vocab_size}: the largest id + 1; give --vocab_size if the tokenizer has more')
+    for path, s in zip(paths, scans):
+        if s[1] >= vocab_size:
+            raise DataError(f'{path}: holds id {s[1]}, outside the vocabulary of {vocab_size}: another tokenizer?')
+    if separator is not None and not any(s[3] for s in scans):
+        if not coder or separator != coder.separator:
+            raise DataError(f'{folder}: separator {separator} never occurs; the first token is {scans[0][2]}')
+        separator = None
+    if separator is None:
+        log(f'no separator: if {scans[0][2]}, the first token, stands between documents, give --separator')
+    shards = []
+    for name, path, split, (_, tokens), (sha, _, _, separators) in zip(names, paths, splits, headers, scans):
+        n_bytes = _text_bytes(coder, path, dtype, separator) if coder and split != 'train' else None
+        shards.append({'file': name, 'split': split, 'tokens': tokens, 'bytes': n_bytes, 'sha256': sha,
+                       'documents': None if separator is None else separators})
+    beside = tokenizer and os.path.dirname(os.path.abspath(tokenizer)) == os.path.abspath(folder)
+    manifest = {
+        'format': 1, 'dtype': dtype, 'vocab_size': vocab_size, 'separator': separator, 'shards': shards,
+        'tokenizer': tokenizer and {'file': os.path.basename(tokenizer) if beside else os.path.abspath(tokenizer),
+                                    'sha256': file_sha256(tokenizer)},
+        'source': {'derived_by': 'python -m nano.shards'}}
+    write_manifest(folder, manifest)
+    for split in sorted(set(splits)):
+        own = [s for s in shards if s['split'] == split]
+        log(f'{split}: {len(own)} shards, {sum(s["tokens"] for s in own):,} tokens')
+    for split in {'train', 'val'} - set(splits):
+        log(f'no {split} shards')
+    return manifest
+
+
+def main(argv: list[str] | None = None):
+    parser = argparse.ArgumentParser(prog='python -m nano.shards', description=(
+        'Derives manifest.json for a folder of llm.c or modded-nanogpt token shards, so that they train as they are.'))
+    parser.add_argument('folder', help='holds .bin shards with train or val in their names')
+    parser.add_argument('--separator', type=int, help='id between documents (GPT-2: 50256; Llama-3: 128000)')
+    parser.add_argument('--vocab_size', type=int, help='ids are below this; default: the largest id + 1')
+    parser.add_argument('--tokenizer', help='tokenizer.model or tokenizer.json; for samples and bits per byte')
+    options = parser.parse_args(argv)
+    try:
+        derive(**vars(options))
+    except (DataError, OSError) as e:
+        print(f'error: {e}', file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == '__main__':
+    from nano.shards import main  # this file runs as __main__, whose DataError is not the one that nano.tokenizer raises
+    main()
