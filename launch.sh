@@ -31,7 +31,7 @@ esac
 
 # The caller's own Python set-up must neither hide the pins nor send them elsewhere. uv trusts what pip trusts.
 unset PYTHONHOME PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
-export PYTHONPATH=$here PIP_USER=0 UV_NATIVE_TLS=1
+export PYTHONPATH=$here PIP_USER=0 UV_SYSTEM_CERTS=1
 
 place() { echo "$here, Python $("$py" -Ic "$version" 2>&1)"; }
 is_placed() { # false if .venv is unfinished, was moved, has lost its Python, or has another one than is asked for
@@ -97,9 +97,10 @@ works() { # torch_xla imports; it looks for libpython beside itself too
   PJRT_DEVICE=CPU "$py" -Ic '
 import os, sys, sysconfig
 name = "libpython%d.%d.so.1.0" % sys.version_info[:2]
-theirs, ours = f"{sys.base_prefix}/lib/{name}", sysconfig.get_path("platlib") + f"/torch_xla/lib/{name}"
-if os.path.exists(theirs) and not os.path.lexists(ours):
-    os.symlink(theirs, ours)
+theirs, folder = f"{sys.base_prefix}/lib/{name}", sysconfig.get_path("platlib") + "/torch_xla/lib"
+if os.path.exists(theirs) and not os.path.lexists(f"{folder}/{name}"):
+    os.makedirs(folder, exist_ok=True)
+    os.symlink(theirs, f"{folder}/{name}")
 import torch_xla'
 }
 
@@ -110,10 +111,11 @@ install() { # by uv, which is quick and can leave CUDA out; by pip where uv reac
   [ -e /dev/nvidiactl ] || kinds=(--torch-backend=cpu '')
   if find_uv "$py"; then
     for kind in "${kinds[@]}"; do
-      UV_HTTP_TIMEOUT=10 timeout 90 "$uv" pip install ${kind:+"$kind"} --dry-run --no-deps --python "$py" "${files[@]}" \
-        &>/dev/null || continue
-      "$uv" pip install ${kind:+"$kind"} --python "$py" "${files[@]}" || return
-      ! works 2>/dev/null || return 0
+      set -- pip install ${kind:+"$kind"} --python "$py" "${files[@]}"
+      UV_HTTP_TIMEOUT=10 timeout 90 "$uv" "$@" --dry-run --no-deps &>/dev/null ||
+        { say "uv cannot get the packages${kind:+ with $kind}"; continue; }
+      "$uv" "$@" || return
+      works && return
     done
   fi
   "$py" -m pip install --no-input --disable-pip-version-check "${files[@]}" && works
