@@ -25,10 +25,10 @@ def _split_of(name: str) -> str:
 
 def _text_bytes(tokenizer: Any, path: str, dtype: str, separator: int | None) -> int:
     """UTF-8 bytes of a shard's text; documents are decoded one by one, and a shard without a separator in pieces."""
-    tokens, n_bytes = np.memmap(path, dtype, 'r', HEADER_BYTES), 0
-    for i in range(0, len(tokens), 1 << 20):
-        piece = np.array(tokens[i:i + (1 << 20)])
-        for document in np.split(piece, np.flatnonzero(piece == separator)):
+    n_bytes, start, piece = 0, HEADER_BYTES, 1 << 20
+    while len(tokens := np.fromfile(path, np.dtype(dtype).newbyteorder('<'), piece, offset=start)):
+        start += tokens.nbytes
+        for document in np.split(tokens, np.flatnonzero(tokens == separator)):
             n_bytes += len(tokenizer.decode(document[document != separator].tolist()).encode())
     return n_bytes
 
@@ -43,9 +43,11 @@ def derive(folder: str, separator: int | None = None, vocab_size: int | None = N
         raise DataError(f'{folder}: no such folder')
     if os.path.exists(os.path.join(folder, 'manifest.json')):
         raise DataError(f'{folder}: has a manifest.json already; remove it to derive another')
-    names = sorted(n for n in os.listdir(folder) if n.endswith('.bin'))
+    names = sorted(n for n in os.listdir(folder) if n.endswith(('.bin', '.bin.tmp')))
     if not names:
         raise DataError(f'{folder}: has no .bin shards')
+    if any(n.endswith('.tmp') for n in names):
+        raise DataError(f'{folder}: writing it was interrupted (it has .bin.tmp files): run data/text.py again')
     splits = [_split_of(n) for n in names]
     paths = [os.path.join(folder, n) for n in names]
     headers = [read_header(p) for p in paths]

@@ -34,10 +34,10 @@ IGNORE = -1  # a target that counts for nothing
 FORMATS = {'uint16': (20240520, 1), 'uint32': (20240801, 7)}  # dtype: magic, version
 HEADER_BYTES = 256 * 4
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32; a stream of shards is longer and has 64-bit offsets
-# Mapped pages count as resident memory, so all maps are dropped after touching this much; Linux maps up to 64 KB of
-# cached pages around each fault. A map holds a file descriptor, of which a process may have 1,024: FineWeb-100B has
-# 1,031 shards.
-RESIDENT_BYTES, FAULT_AROUND, MAX_MAPS = 64 << 20, 64 << 10, 128
+# Mapped pages count as resident memory, so all maps are dropped after touching this much. A fault maps a whole page of
+# the page cache, which can have 2 MB: that makes at most 128 reads, and no more maps, each of which holds a file
+# descriptor (FineWeb-100B has 1,031 shards, a process often 1,024 descriptors).
+RESIDENT_BYTES, HUGE_PAGE = 256 << 20, 2 << 20
 
 
 class DataError(Exception):
@@ -347,13 +347,13 @@ class Windows:
         row, column = np.argwhere(tokens >= self.vocab_size)[0]
         at = firsts[row] + column
         shard = np.searchsorted(self.starts, at, side='right') - 1
-        raise DataError(f'{self.paths[shard]}: token {at - self.starts[shard]} has id {tokens[row, column]}, outside the '
-                        f'vocabulary of {self.vocab_size}: the shard is of another tokenizer, or vocab_size is too small')
+        raise DataError(f'{self.paths[shard]}: token {at - self.starts[shard]} has id {tokens[row, column]}, outside '
+                        f'the vocabulary of {self.vocab_size}: another tokenizer wrote it, or vocab_size is too small')
 
     def _slice(self, shard: int, first: int, n: int) -> np.ndarray:
         """The n tokens of the stream from `first` on, which is in `shard`; fewer where the shard ends."""
-        self._touched += n * self._dtype.itemsize + FAULT_AROUND
-        if self._touched > RESIDENT_BYTES or len(self._maps) > MAX_MAPS:
+        self._touched += n * self._dtype.itemsize + HUGE_PAGE
+        if self._touched > RESIDENT_BYTES:
             self._maps.clear()
             self._touched = 0
         try:
@@ -390,7 +390,7 @@ def window_at(position: np.ndarray, n_windows: int, seed: int) -> np.ndarray:
     if n_windows < 1 or (position < 0).any():
         raise ValueError(f'n_windows {n_windows} must be at least 1 and positions at least 0')
     epoch, x = (a.astype(np.uint64) for a in np.divmod(position, n_windows))
-    key = _mix(_mix(np.array([seed % 2**64], np.uint64)) + epoch)
+    key = _mix(_mix(np.array([int(seed) % 2**64], np.uint64)) + epoch)
     bits = (n_windows - 1).bit_length()
     low_bits = bits // 2
     low_mask, high_mask = (1 << low_bits) - 1, (1 << bits - low_bits) - 1
@@ -398,9 +398,9 @@ def window_at(position: np.ndarray, n_windows: int, seed: int) -> np.ndarray:
     todo = np.arange(len(position))
     while len(todo):
         low, high = x & low_mask, x >> low_bits
-        for r in range(4):  # 8 rounds; 4 are enough for a pseudo-random permutation (Luby and Rackoff)
-            high ^= _mix(low + key + 2 * r) & high_mask
-            low ^= _mix(high + key + (2 * r + 1)) & low_mask
+        for r in range(0, 8, 2):  # 8 rounds; Luby and Rackoff need 4. Round keys are splitmix64's sequence from `key`.
+            high ^= _mix(low + (key + r * 0x9E3779B97F4A7C15 % 2**64)) & high_mask
+            low ^= _mix(high + (key + (r + 1) * 0x9E3779B97F4A7C15 % 2**64)) & low_mask
         x = high << low_bits | low
         out[todo] = x
         outside = x >= n_windows
