@@ -26,7 +26,8 @@ def records(out):
 def run(code, out, **env):
     """Runs code in its own process, with no terminal, no input and no home: as on a worker."""
     head = 'import sys\nfrom nano.track import Tracker\nout = sys.argv[1]\n'
-    return subprocess.run([sys.executable, '-c', head + code, str(out)], cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60,
+    return subprocess.run([sys.executable, '-c', head + code, str(out)], cwd=ROOT, capture_output=True, text=True,
+                          stdin=subprocess.DEVNULL, timeout=60,
                           env={'HOME': str(out), 'PATH': os.environ['PATH'], 'PYTHONPATH': str(ROOT), **env})
 
 
@@ -35,7 +36,8 @@ def test_metrics_are_json_lines_flushed_at_once(tmp_path):
     tracker.log(1, loss=2.5, lr=np.float32(0.5), tokens=np.int64(7), bad=float('nan'), worse=np.float32('inf'),
                 name='a\nb', path=tmp_path)
     assert records(tmp_path / 'new' / 'run') == [
-        {'step': 1, 'loss': 2.5, 'lr': 0.5, 'tokens': 7, 'bad': None, 'worse': None, 'name': 'a\nb', 'path': str(tmp_path)}]
+        {'step': 1, 'loss': 2.5, 'lr': 0.5, 'tokens': 7, 'bad': None, 'worse': None, 'name': 'a\nb',
+         'path': str(tmp_path)}]
     tracker.log(2, val_loss=1.0)
     assert len(records(tmp_path / 'new' / 'run')) == 2
     tracker.close()
