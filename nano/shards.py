@@ -18,6 +18,7 @@ a run is window window_at(p): a new permutation of all windows each epoch, a pur
 the windows consumed, is therefore the whole state of the loader, on any number of hosts and for any batch size.
 """
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import mmap
@@ -287,10 +288,8 @@ def verify(folder: str, manifest: dict, splits: list[str], log: Callable[[str], 
 
     known = {**memo, **dict(parallel(check, list(wanted), f'{folder}: verifying checksums', log))}
     if known != memo:
-        try:
+        with contextlib.suppress(OSError):  # a read-only folder is hashed at each start
             _write_json(memo_path, known)
-        except OSError:  # a read-only folder is hashed at each start
-            pass
 
 
 class Windows:
@@ -471,13 +470,11 @@ class Loader:
     def close(self):
         """Ends the thread, after at most the batch at hand; does not wait for one that takes longer than 5 s."""
         self._stop.set()
-        while not self._queue.empty():  # room for the thread, and memory back
-            try:
-                self._queue.get_nowait()
-            except queue.Empty:
-                break
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
+        with contextlib.suppress(queue.Empty):
+            while True:  # the memory of the batches that nobody will ask for
+                self._queue.get_nowait()
 
     def __enter__(self) -> 'Loader':
         return self

@@ -193,6 +193,16 @@ def test_loader_against_brute_force(tmp_path, seed, case):
         assert sorted(t for _, y in epoch for t in y if t != IGNORE) == sorted(tokens[1:])
 
 
+def test_a_long_run_over_several_epochs(tmp_path):
+    """More positions than the loader's thread orders at once (4,096), by batches that divide nothing."""
+    tokens = list(range(5001))
+    windows = Windows(corpus(tmp_path, 1234, train=tokens), 'train', 1)
+    with Loader(windows, 701, seed=3, start=17) as loader:
+        served = np.concatenate([next(loader)[0][:, 0] for _ in range(25)])
+    assert served.tolist() == window_at(np.arange(17, 17 + len(served)), 5000, 3).tolist()
+    assert np.sort(served[5000 - 17:10000 - 17]).tolist() == list(range(5000))
+
+
 @pytest.mark.parametrize('case', range(10))
 def test_evaluation_is_the_same_set_for_any_batch_and_hosts(tmp_path, seed, case):
     rng = random.Random(seed * 1000 + case)
@@ -220,6 +230,7 @@ def test_eval_windows_are_spread():
     assert eval_windows(10, 5).tolist() == [0, 2, 4, 6, 8]
     assert eval_windows(10, 0).tolist() == eval_windows(10, 11).tolist() == list(range(10))
     assert eval_windows(2**33, 2).tolist() == [0, 2**32]
+    assert set(np.diff(eval_windows(299, 100))) == {2, 3} and eval_windows(299, 100)[-1] == 296
     with pytest.raises(ValueError):
         eval_windows(10, -1)
 
@@ -356,7 +367,7 @@ def test_close_never_hangs(tmp_path):
         time.sleep(0.05)
         began = time.monotonic()
         loader.close()
-        assert time.monotonic() - began < 1 and not loader._thread.is_alive()
+        assert time.monotonic() - began < 1 and not loader._thread.is_alive() and loader._queue.empty()
         with pytest.raises(StopIteration):
             next(loader)
     with pytest.raises(ZeroDivisionError), Loader(windows, 2, 0) as loader:  # the consumer raises
@@ -371,6 +382,15 @@ def test_close_never_hangs(tmp_path):
     slow.set()
     loader._thread.join(5)
     assert not loader._thread.is_alive()
+
+
+def test_close_from_another_thread_ends_a_wait(tmp_path):
+    loader = Loader(plain_windows(tmp_path), 2, 0, to_device=lambda x, y: time.sleep(3))
+    threading.Timer(0.1, loader.close).start()
+    began = time.monotonic()
+    with pytest.raises(StopIteration):
+        next(loader)
+    assert time.monotonic() - began < 2
 
 
 def test_prefetch_is_bounded_and_in_the_background(tmp_path):

@@ -4,7 +4,7 @@
 
 nanoGPT's get_batch (https://github.com/karpathy/nanoGPT/blob/master/train.py) reopens a np.memmap for each batch, draws
 random starts, and stacks int64 slices: it repeats and skips tokens, and checks nothing. Ours gives each window once per
-epoch, in int32, with every id checked. Both read pages that are in the page cache already, and run at full speed with no
+epoch, in int32, with every id checked. Both read pages that are in the page cache already, at full speed, with no
 training step between; the loader's time includes its thread and queue.
 """
 import os
