@@ -1,0 +1,149 @@
+"""The tokenizer that data/text.py trains, and encoding with it: exactly sentencepiece's ids, but mostly looked up."""
+import array
+import collections
+import functools
+import heapq
+import importlib
+import io
+import re
+from typing import Any, Iterator
+
+from nano.shards import DataError
+from nano.tokenizer import Tokenizer, load_tokenizer
+
+VOCAB_SIZE = 4096
+HASHES = 1 << 64  # a hash is below
+CACHE = 1 << 23  # a worker's memory of encoded units, in bytes, about
+# Our tokenizers' pieces lie within one UNIT of text: some newlines or some spaces (U+2581 is sentencepiece's space) or
+# neither, then what follows up to the next of either. BPE merges two neighbours only when the result is a piece, so
+# nothing merges across the border of two units, and units encoded apart give the ids of the whole. Where a border lies
+# depends on the two characters beside it alone, so a part of a text has the same borders. CUT finds some, in bytes.
+UNIT = re.compile(r'(?:\n+|[ \u2581]+)?[^ \u2581\n]+|\n+|[ \u2581]+')
+CUT = re.compile(rb'(?<=[^ \n])(?<!\xe2\x96\x81)[ \n]')
+LINE = re.compile(r'\n+[^\n]*|[^\n]+')  # what the trainer sees at once: so no piece has a newline after anything else
+
+
+class Encoder:
+    """Text to the bytes of its token ids: exactly those of the whole text, mostly looked up unit by unit.
+
+    That holds for models like ours: sentencepiece BPE, text not normalised, no prefix, bytes for unknown characters, and
+    every piece within one UNIT. Any other tokenizer gets whole documents (by_unit is False)."""
+
+    def __init__(self, path: str):
+        self.tokenizer = load_tokenizer(path)
+        self.by_unit = is_by_unit(self.tokenizer)
+        self.code = 'H' if self.tokenizer.vocab_size <= 65536 else 'I'  # uint16, uint32
+        self.cache, self.held = {}, 0
+
+    def __call__(self, text: str) -> bytes:
+        if not self.by_unit:
+            return array.array(self.code, self.tokenizer.encode(text)).tobytes()
+        out, start = [], 0
+        while start < len(text):
+            end = start + 65536  # a list of all units would take 10 times the memory of the text
+            end = UNIT.match(text, end).end() if end < len(text) else len(text)
+            units = UNIT.findall(text, start, end)
+            start = end
+            new = set(units).difference(self.cache)
+            if self.held > CACHE:
+                self.cache, self.held, new = {}, 0, set(units)
+            self.held += sum(map(len, new)) + 200 * len(new)
+            new = list(new)
+            for unit, ids in zip(new, self.tokenizer.encode_batch(new)):
+                self.cache[unit] = array.array(self.code, ids).tobytes()
+            out += map(self.cache.__getitem__, units)
+        return b''.join(out)
+
+
+def fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """(field number, value) of a protocol buffer (https://protobuf.dev/programming-guides/encoding)."""
+    i = 0
+
+    def varint():
+        nonlocal i
+        value = shift = 0
+        while True:
+            byte = message[i]
+            i, value, shift = i + 1, value | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return value
+
+    while i < len(message):
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            yield number, varint()
+        else:
+            size = varint() if kind == 2 else {1: 8, 5: 4}[kind]
+            i += size
+            yield number, message[i - size:i]
+
+
+def is_by_unit(tokenizer: Tokenizer) -> bool:
+    """Whether encoding a text unit by unit surely gives the ids of the whole."""
+    if not tokenizer.path.endswith('.model'):
+        return False
+    with open(tokenizer.path, 'rb') as f:
+        model = dict(fields(f.read()))  # 2: TrainerSpec, 3: NormalizerSpec of sentencepiece_model.proto
+    trainer, normalizer = dict(fields(model.get(2, b''))), dict(fields(model.get(3, b'')))
+    return (trainer.get(3) == 2 and trainer.get(35) == 1 and not trainer.get(24)  # BPE, byte_fallback, no suffixes
+            and not normalizer.get(2)  # no rules of normalisation
+            and normalizer.get(3) == 0 and normalizer.get(4) == 0  # add_dummy_prefix, remove_extra_whitespaces
+            and normalizer.get(5, 1) == 1  # escape_whitespaces
+            and all(UNIT.findall(piece) == [piece] for piece in tokenizer.pieces()))
+
+
+def train_tokenizer(pieces: list[str], vocab_size: int | None, path: str):
+    """Trains a BPE model that loses nothing on `pieces`, in their order. vocab_size None: VOCAB_SIZE or what there is."""
+    counts = collections.Counter()
+    for piece in pieces:
+        counts.update(piece)
+    # Characters that get a piece of their own: those that make up 99.995 % of the text, as in Llama, but no more than a
+    # quarter of the vocabulary; the rest are bytes. Text is parted at the rest, and at two characters that
+    # sentencepiece keeps for itself: it leaves out sentences with them.
+    size, total, covered, kept = vocab_size or VOCAB_SIZE, sum(counts.values()), 0, set()
+    for char in sorted(counts, key=lambda c: (-counts[c], c))[:max(1, (size - 259) // 4)]:
+        if covered < 0.99995 * total:
+            kept.add(char)
+            covered += counts[char]
+    apart = re.compile('[' + re.escape(''.join(sorted(set(counts) - kept | {'\0', '\u2585'}))) + ']')
+    lines = [text for piece in pieces for line in LINE.findall(piece) for text in apart.split(line) if text] or [' ']
+    model = io.BytesIO()
+    train = functools.partial(
+        importlib.import_module('sentencepiece').SentencePieceTrainer.train, model_writer=model, model_type='bpe',
+        normalization_rule_name='identity', byte_fallback=True, add_dummy_prefix=False, remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True, split_digits=True, character_coverage=1.0, max_sentence_length=1 << 20,
+        num_threads=1, minloglevel=2)
+    try:
+        train(sentence_iterator=iter(lines), vocab_size=size)
+    except RuntimeError as e:
+        most = re.search(r'set it to a value <= (\d+)', str(e))
+        if not most:
+            raise DataError(f'--vocab_size {size}: the tokenizer cannot be trained: {e}') from e
+        if vocab_size:
+            raise DataError(f'--vocab_size {size}: too high for this text, which gives at most {most[1]}') from e
+        train(sentence_iterator=iter(lines), vocab_size=int(most[1]))
+    with open(path, 'wb') as f:
+        f.write(model.getvalue())
+
+
+class Sample:
+    """The pieces of text with the smallest hashes that make up at most `budget` bytes, whatever the order they come in.
+
+    What is as large as a piece ever dropped is never taken, so that the result is a prefix of all pieces by hash."""
+
+    def __init__(self, budget: int):
+        self.cutoff = HASHES if budget else 0
+        self.left, self.heap, self.texts = budget, [], {}
+
+    def add(self, hash_: int, text: str):
+        if hash_ >= self.cutoff or hash_ in self.texts:
+            return
+        self.texts[hash_] = text
+        heapq.heappush(self.heap, -hash_)
+        self.left -= len(text.encode())
+        while self.left < 0:
+            self.cutoff = -heapq.heappop(self.heap)
+            self.left += len(self.texts.pop(self.cutoff).encode())
+
+    def pieces(self) -> list[str]:
+        return [self.texts[h] for h in sorted(self.texts)]
