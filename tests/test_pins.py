@@ -57,10 +57,10 @@ for f in (flash_attention, jax.grad(loss, argnums=(0, 1, 2))):
 
 
 def test_libtpu_compiles_a_kernel_that_jax_writes(tmp_path):
-    """jax's flash attention, forward and backward, for a v5e that is not there (libtpu 0.0.21 could not: see the pin)."""
+    """jax's flash attention, forward and backward, for a v5e that is not there (libtpu 0.0.21 fails: see the pin)."""
     import libtpu
-    env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'TPU_LIBRARY_PATH': libtpu.get_library_path(), 'TPU_SKIP_MDS_QUERY': '1',
-           'ALLOW_MULTIPLE_LIBTPU_LOAD': '1', 'TPU_LOG_DIR': 'disabled'}
+    env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'TPU_LIBRARY_PATH': libtpu.get_library_path(),
+           'TPU_SKIP_MDS_QUERY': '1', 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1', 'TPU_LOG_DIR': 'disabled'}
     done = subprocess.run([sys.executable, '-c', KERNEL], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL,
                           capture_output=True, text=True, timeout=300)
     counts = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith('kernels:')]
