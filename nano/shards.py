@@ -31,6 +31,8 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
+from nano import UserError
+
 IGNORE = -1  # a target that counts for nothing
 FORMATS = {'uint16': (20240520, 1), 'uint32': (20240801, 7)}  # dtype: magic, version
 HEADER_BYTES = 256 * 4
@@ -41,7 +43,7 @@ MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32; a stream of shar
 RESIDENT_BYTES, HUGE_PAGE = 256 << 20, 2 << 20
 
 
-class DataError(Exception):
+class DataError(UserError):
     """What is wrong with the data, where, and what to do: one line for people."""
 
 

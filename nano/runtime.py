@@ -1,0 +1,263 @@
+"""Devices: start torch_xla or say why not, the mesh, what a chip can do, counting compiles, checks of a sharded model.
+
+Everything is SPMD, with one process for each host and also with one device: there is one code path.
+"""
+import hashlib
+import importlib.metadata
+import os
+import re
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+from packaging.requirements import Requirement
+
+from nano import UserError
+
+AXES = ('data', 'fsdp', 'tensor')
+
+# Peak bf16 TFLOP/s of a chip: cloud.google.com/tpu/docs, pages "v4", "v5e", "v5p" and "v6e".
+PEAK_TFLOPS = {'v4': 275., 'v5e': 197., 'v5p': 459., 'v6e': 918.}
+# What the runtime calls these chips, in `xr.global_runtime_device_attributes()` and in the PJRT device kind.
+CHIP_NAMES = {'TPU v4': 'v4', 'TPU v5 lite': 'v5e', 'TPU v5e': 'v5e', 'TPU v5p': 'v5p', 'TPU v5': 'v5p',
+              'TPU v6 lite': 'v6e', 'TPU v6e': 'v6e'}
+
+# These make torch_xla compute in bfloat16 behind the script's back: the most negative float32 becomes minus infinity
+# (pytorch/xla#4152) and sums stop growing at 256 (pytorch/xla#2425).
+DOWNCASTS = ('XLA_USE_BF16', 'XLA_DOWNCAST_BF16', 'XLA_USE_FP16', 'XLA_DOWNCAST_FP16', 'XLA_USE_32BIT_LONG')
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What this process computes on. A chip is one device on every TPU since v4 (v4 runs in megacore mode)."""
+    kind: str  # 'cpu', or the chip: 'v4', 'v5e', 'v5p', 'v6e'
+    n_devices: int  # of all hosts
+    process_index: int
+    process_count: int
+    versions: str
+
+    @property
+    def main(self) -> bool:
+        """Whether this host prints, draws and talks to wandb."""
+        return self.process_index == 0
+
+    @property
+    def peak_flops(self) -> float | None:
+        """bf16 FLOP/s of all chips together; None on CPU, which has no figure to compare with."""
+        return PEAK_TFLOPS[self.kind] * 1e12 * self.n_devices if self.kind in PEAK_TFLOPS else None
+
+
+def process_index_and_count() -> tuple[int, int]:
+    """(index, count) of the hosts' processes. The one source of both, for tests to replace."""
+    import torch_xla.runtime as xr
+    return xr.process_index(), xr.process_count()
+
+
+def check_versions(requirements: Path = Path(__file__).parent.parent / 'requirements.txt') -> str:
+    """Compares the installed versions with the pins; returns 'torch 2.9.0, ...'.
+
+    Raises UserError naming every difference: mixed versions fail later with undefined symbols, or compute on the CPU
+    without a word (pytorch/xla#8626, pytorch/xla#2259).
+    """
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        raise UserError(f'Python {sys.version.split()[0]}: jax 0.7.1 has wheels for 3.11, 3.12 and 3.13 only; '
+                        'use one of these, or `bash launch.sh`, which finds one')
+    wrong, found = [], {}
+    for line in re.findall(r'^[^#\s][^#\n]*', requirements.read_text(), re.M):
+        pin = Requirement(line)
+        if pin.marker and not pin.marker.evaluate():
+            continue  # for other versions of Python
+        name, pin = pin.name, str(pin.specifier)[2:]
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            wrong.append(f'{name} {pin} is missing')
+            continue
+        if found[name].split('+')[0] != pin:  # torch's CPU build calls itself 2.9.0+cpu
+            wrong.append(f'{name} is {found[name]}, not {pin}')
+    if wrong:
+        raise UserError(f'{"; ".join(wrong)} (pinned in {requirements.name}): run `bash launch.sh`, or '
+                        f'`{sys.executable} -m pip install -r {requirements.name}`')
+    return ', '.join(f'{name} {found[name]}' for name in ('torch', 'torch_xla', 'jax', 'libtpu') if name in found)
+
+
+def start(device: str, timeout_s: float = 600, say: Callable[[str], None] = print) -> Runtime:
+    """Starts torch_xla in SPMD mode on `device` ('tpu' or 'cpu').
+
+    Prints a line before and after the devices are asked for: on several hosts this waits for all of them, and what is
+    missing shows in which line did not come. Raises UserError, and ends the process after `timeout_s` without devices
+    (a blocked call into libtpu cannot be interrupted).
+    """
+    if device not in ('tpu', 'cpu'):
+        raise UserError(f"--device {device}: expected 'tpu' or 'cpu'")
+    for name in DOWNCASTS:
+        if os.environ.get(name, '0').lower() not in ('', '0', 'false'):
+            raise UserError(f'{name} is set: it downcasts behind the script\'s back and breaks masks and sums; '
+                            f'unset it (matmuls are in bfloat16 on TPU anyway)')
+    versions = check_versions()
+    if device == 'tpu' and not tpu_chips():
+        raise UserError('no TPU on this machine (no /dev/accel* and no /dev/vfio/*). To train on the CPU ask for it: '
+                        '--device cpu')
+    if os.environ.get('PJRT_DEVICE', device).lower() != device:
+        raise UserError(f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} but --device {device}: unset the variable or "
+                        f"change the option")
+    os.environ['PJRT_DEVICE'] = device.upper()
+    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+    if device == 'cpu':
+        os.environ['JAX_PLATFORMS'] = 'cpu'  # scan imports jax, which would look for a TPU and complain on stderr
+        os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+
+    say(f'asking for the {device.upper()}s ({versions}, Python {sys.version.split()[0]})')
+    ready = threading.Event()
+    watch = threading.Thread(target=_give_up, args=(ready, timeout_s), daemon=True)
+    watch.start()
+    import torch_xla.runtime as xr
+    try:
+        xr.use_spmd()
+        index, count = process_index_and_count()
+        n_devices = xr.global_runtime_device_count()
+        kind = 'cpu' if device == 'cpu' else _chip_name()
+    except RuntimeError as e:
+        raise UserError(f'the {device.upper()} did not start: {str(e).splitlines()[0]} (another process of yours may '
+                        f'hold it: look with `sudo lsof /dev/accel* /dev/vfio/*`)') from e
+    ready.set()
+    say(f'host {index} of {count}: {xr.addressable_runtime_device_count()} of {n_devices} {kind} devices')
+    return Runtime(kind, n_devices, index, count, versions)
+
+
+def tpu_chips() -> int:
+    """How many TPU chips this machine has, by their device files; nothing is loaded or locked."""
+    dev = Path('/dev')
+    return len(list(dev.glob('accel[0-9]*')) or list((dev / 'vfio').glob('[0-9]*')))
+
+
+def _chip_name() -> str:
+    import torch_xla
+    kind = torch_xla._XLAC._xla_device_kind(str(torch_xla.device()))
+    if kind not in CHIP_NAMES:
+        raise UserError(f"unknown TPU '{kind}': this version knows {', '.join(CHIP_NAMES)}; see nano/runtime.py")
+    return CHIP_NAMES[kind]
+
+
+def _give_up(ready: threading.Event, timeout_s: float):
+    if not ready.wait(timeout_s):
+        print(f'error: no devices after {timeout_s:.0f} s. Likely causes: not all hosts of the slice were started; '
+              'another process holds the TPU; the metadata server cannot be reached (containers need --net=host)',
+              file=sys.stderr, flush=True)
+        os._exit(3)
+
+
+def make_mesh(sizes: str, n_devices: int):
+    """'1,-1,1' (data, fsdp, tensor; -1 once for "the rest") -> the mesh over all devices. Raises UserError."""
+    import torch_xla.distributed.spmd as xs
+    shape = mesh_shape(sizes, n_devices)
+    return xs.Mesh(np.arange(n_devices), shape, AXES)
+
+
+def mesh_shape(sizes: str, n_devices: int) -> tuple[int, ...]:
+    """The mesh's sizes, with -1 filled in. Raises UserError."""
+    try:
+        shape = [int(s) for s in sizes.split(',')]
+    except ValueError:
+        shape = []
+    if len(shape) != len(AXES) or any(s < 1 and s != -1 for s in shape) or shape.count(-1) > 1:
+        raise UserError(f"--mesh {sizes}: expected {len(AXES)} sizes for {','.join(AXES)}, with -1 once at most for the "
+                        f"rest, such as 1,-1,1")
+    known = int(np.prod([s for s in shape if s != -1]))
+    if -1 in shape and n_devices % known == 0:
+        shape[shape.index(-1)] = n_devices // known
+    if np.prod(shape) != n_devices:
+        raise UserError(f'--mesh {sizes} does not fill the {n_devices} devices: the sizes must multiply to {n_devices}')
+    return tuple(shape)
+
+
+def rows_of_host(global_batch: int, mesh, runtime: Runtime) -> np.ndarray:
+    """Rows of the global batch that this host's devices need, when rows are sharded over (data, fsdp)."""
+    n_local = runtime.n_devices // runtime.process_count
+    mine = range(runtime.process_index * n_local, (runtime.process_index + 1) * n_local)
+    groups = np.asarray(mesh.device_ids).reshape(mesh.mesh_shape[0] * mesh.mesh_shape[1], mesh.mesh_shape[2])
+    per_group = global_batch // len(groups)
+    return np.concatenate([np.arange(g * per_group, (g + 1) * per_group)
+                           for g, ids in enumerate(groups) if any(i in mine for i in ids)])
+
+
+def seed_of(*parts: object) -> int:
+    """A 63-bit seed that depends on nothing but the parts, the same in every process and version of Python."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], 'little') >> 1
+
+
+def n_compiles() -> int:
+    """How many graphs this process has compiled so far."""
+    import torch_xla.debug.metrics as met
+    data = met.metric_data('CompileTime')
+    return data[0] if data else 0
+
+
+class CompileWatch:
+    """Counts compiles after the first step, and says when one happens: a change of shape, of a Python number in the
+    graph or of a branch would otherwise cost minutes again and again without a word."""
+
+    def __init__(self, strict: bool, say: Callable[[str], None]):
+        self.strict, self.say, self.expected = strict, say, None
+
+    def check(self, step: int, phase: str) -> int:
+        """Call after each step and phase; returns the compiles so far. Raises UserError if strict."""
+        n = n_compiles()
+        if self.expected is not None and n > self.expected:
+            message = (f'step {step}, {phase}: {n - self.expected} compile(s) after the first step; something in the '
+                       f'graph depends on the step (a shape, a Python number, a branch)')
+            if self.strict:
+                raise UserError(message + ' (--strict)')
+            self.say('warning: ' + message)
+            self.expected = n
+        return n
+
+    def all_compiled(self):
+        """From here on every compile is one too many."""
+        self.expected = n_compiles()
+
+
+def check_sharding(weights: dict, table: dict[str, tuple], mesh, say: Callable[[str], None],
+                   replicated_share: float = 0.05):
+    """Compares the weights as they lie on the devices with the script's sharding table, and prints it.
+
+    `weights`: name -> device tensor; `table`: name -> mesh axes of each dimension. Raises UserError if a weight is not in
+    the table, if its sharding is not what the table says, or if more than `replicated_share` of all bytes is on every
+    device in full although the mesh could divide it: a forgotten weight shows up as lack of memory only, on the day
+    when the model grows (huggingface/transformers#28949).
+    """
+    import torch_xla
+    missing = sorted(set(weights) - set(table)), sorted(set(table) - set(weights))
+    if any(missing):
+        raise UserError(f'sharding table: weights without a line {missing[0]}, lines without a weight {missing[1]}')
+    size = dict(zip(AXES, mesh.mesh_shape))
+    total = replicated = 0
+    say(f'{"weight":<16} {"shape":<22} {"mesh axes":<32} MB/device')
+    for name, w in weights.items():
+        spec = table[name]
+        want = mesh.get_op_sharding(spec)
+        have = torch_xla._XLAC._get_xla_sharding_spec(w)
+        ways = [int(np.prod([size[a] for a in ((s,) if isinstance(s, str) else s or ())])) for s in spec]
+        if np.prod(ways) > 1 and have in ('', '{replicated}') or have == '':
+            raise UserError(f'{name} is not sharded on the devices as the table says ({spec}): mark it before the first '
+                            f'step')
+        del want
+        n_bytes = w.numel() * w.element_size()
+        total += n_bytes
+        if np.prod(ways) == 1:
+            replicated += n_bytes
+        local = w.element_size() * np.prod([-(-n // k) for n, k in zip(w.shape, ways)])
+        say(f'{name:<16} {str(tuple(w.shape)):<22} {str(spec):<32} {local / 1e6:9.2f}')
+    if size['fsdp'] * size['tensor'] > 1 and replicated > replicated_share * total:
+        raise UserError(f'{replicated / total:.0%} of the weights\' bytes are on every device in full: give the large '
+                        f'ones of the table above mesh axes')
+
+
+def rss_gb() -> float:
+    """Resident memory of this process, in GB."""
+    with open('/proc/self/statm') as f:
+        return int(f.read().split()[1]) * os.sysconf('SC_PAGE_SIZE') / 1e9

@@ -1,0 +1,614 @@
+"""Trains a GPT (a Llama-family decoder) on token shards, with PyTorch/XLA SPMD on 1 to 256 TPU chips, or on a CPU.
+
+    bash launch.sh                                            # 10 minutes on 2 CPU cores: Shakespeare
+    python train_gpt.py --preset 124m --data FOLDER --out out/124m
+    python train_gpt.py --help                                # every option, its default, and the presets
+
+Read it top to bottom: options, model, sharding, optimizer, training step, evaluation, sampling, the loop.
+
+Letters in names are dimensions: B sequences, T positions, S positions attended to, D width, F hidden width of the MLP,
+V vocabulary, L layers, H query heads, K key/value heads, G = H / K query heads for each of these, C size of a head,
+X = H * C, Y = K * C.
+"""
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from nano import UserError, checkpoint, config, runtime, shards
+from nano.tokenizer import load_tokenizer
+from nano.track import Tracker
+
+
+@dataclass
+class Config:
+    preset: str = 'nano'  # the values to start from; options given beside it win
+    out: str = 'out/gpt'  # folder of this run; a run that is there goes on from its newest checkpoint
+    data: str = 'data/shards/text'  # folder of token shards with a manifest.json, see data/text.py
+    device: str = 'tpu'  # tpu or cpu; never chosen silently
+    mesh: str = '1,-1,1'  # devices along data,fsdp,tensor; -1 is the rest
+    seed: int = 1  # of weights, order of the data, dropout and samples
+    init_from: str = ''  # folder of another run or checkpoint whose weights this new run starts from
+    strict: bool = False  # a compile after the first step is an error, not a warning
+
+    layers: int = 4  # L
+    width: int = 256  # D
+    heads: int = 4  # H, query heads
+    kv_heads: int = 2  # K, key/value heads; must divide heads
+    head_size: int = 64  # C; 128 fills the matrix unit of a TPU
+    mlp_width: int = 704  # F
+    seq_len: int = 256  # T
+    tied: bool = True  # the head is the embedding table
+    qk_norm: bool = False  # RMSNorm on queries and keys
+    rope_theta: float = 10000.0  # base of the rotary frequencies
+    norm_eps: float = 1e-5  # added to the mean square
+    dropout: float = 0.0  # of each layer's two outputs; 0 for pre-training: masks cost memory
+    z_loss: float = 0.0  # weight of log(sum(exp(logits)))^2, which keeps logits small; 1e-4 is usual
+    dtype: str = 'auto'  # of the matmuls: bfloat16, float32, or auto = bfloat16 on TPU and float32 on CPU
+    scan: bool = True  # one compiled layer run L times; false unrolls the layers: slow to compile, for comparison
+
+    steps: int = 1000  # updates in all
+    global_batch: int = 16  # sequences for each update, over all devices
+    accumulate: int = 1  # micro-batches that a global batch is cut into, to save memory
+    lr: float = 2e-3  # the highest learning rate
+    schedule: str = 'cosine'  # cosine, or wsd: warm-up, stable, linear decay
+    warmup: int = 50  # steps until the highest learning rate
+    final_lr: float = 0.1  # the last learning rate as a share of the highest
+    decay: float = 0.2  # wsd: the share of all steps that the decay takes
+    weight_decay: float = 0.1  # of the matrices, times the learning rate
+    beta1: float = 0.9  # AdamW: memory of the mean gradient
+    beta2: float = 0.95  # AdamW: memory of the mean squared gradient
+    adam_eps: float = 1e-8  # AdamW: added to the root of the mean squared gradient
+    clip: float = 1.0  # the largest norm of the gradient; 0 is no limit
+    max_bad: int = 5  # stop after this many steps in a row whose loss or gradient is not finite
+
+    log_every: int = 10  # steps between lines of metrics.jsonl
+    eval_every: int = 250  # steps between evaluations, 0 only at the end
+    eval_windows: int = 0  # validation windows to evaluate; 0 is all
+    save_every: int = 250  # steps between checkpoints; the last step is saved too; 0 is only that
+    keep: int = 2  # checkpoints to keep
+    sample_tokens: int = 200  # length of the text written at evaluations; 0 is none
+    prompt: str = ''  # what the text goes on from
+    temperature: float = 0.8  # of the sampled text; 0 takes the likeliest token
+    wandb: str = ''  # project to log to; empty does not use wandb
+
+
+GPT2_SIZE = dict(device='tpu', seq_len=1024, head_size=128, steps=19000, global_batch=512, lr=6e-4, warmup=700,
+                 eval_every=500, save_every=500, eval_windows=10240)
+LLAMA_SIZE = dict(GPT2_SIZE, seq_len=2048, rope_theta=500000.0, lr=3e-4, warmup=2000, steps=50000, z_loss=1e-4)
+PRESETS = {
+    'nano': {},
+    '124m': dict(GPT2_SIZE, layers=12, width=768, heads=6, kv_heads=6, mlp_width=2048),
+    '350m': dict(GPT2_SIZE, layers=24, width=1024, heads=8, kv_heads=8, mlp_width=2816, lr=4e-4),
+    '1b': dict(LLAMA_SIZE, layers=16, width=2048, heads=16, kv_heads=8, mlp_width=8192, accumulate=2),
+    '3b': dict(LLAMA_SIZE, layers=28, width=3072, heads=24, kv_heads=8, mlp_width=8192, accumulate=4),
+    '8b': dict(LLAMA_SIZE, layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14336, tied=False, seq_len=8192,
+               global_batch=128),  # the shape of Llama 3
+}
+
+
+def check(cfg: Config):
+    """Refuses what cannot work, before anything is loaded or compiled."""
+    for name in ('layers', 'width', 'heads', 'kv_heads', 'head_size', 'mlp_width', 'seq_len', 'steps', 'global_batch',
+                 'accumulate', 'log_every', 'keep', 'max_bad'):
+        if getattr(cfg, name) < 1:
+            raise UserError(f'--{name} {getattr(cfg, name)}: must be at least 1')
+    for name in ('warmup', 'eval_every', 'eval_windows', 'save_every', 'sample_tokens'):
+        if getattr(cfg, name) < 0:
+            raise UserError(f'--{name} {getattr(cfg, name)}: must not be negative')
+    for name in ('lr', 'norm_eps', 'adam_eps', 'rope_theta'):
+        if not 0 < getattr(cfg, name) < math.inf:
+            raise UserError(f'--{name} {getattr(cfg, name)}: must be above 0')
+    for name in ('weight_decay', 'clip', 'z_loss', 'temperature'):
+        if not 0 <= getattr(cfg, name) < math.inf:
+            raise UserError(f'--{name} {getattr(cfg, name)}: must be 0 or above')
+    for name in ('dropout', 'beta1', 'beta2'):
+        if not 0 <= getattr(cfg, name) < 1:
+            raise UserError(f'--{name} {getattr(cfg, name)}: must be at least 0 and below 1')
+    for name in ('final_lr', 'decay'):
+        if not 0 <= getattr(cfg, name) <= 1:
+            raise UserError(f'--{name} {getattr(cfg, name)}: must be between 0 and 1')
+    if cfg.schedule not in ('cosine', 'wsd'):
+        raise UserError(f"--schedule {cfg.schedule}: expected 'cosine' or 'wsd'")
+    if cfg.dtype not in ('auto', 'float32', 'bfloat16'):
+        raise UserError(f"--dtype {cfg.dtype}: expected 'auto', 'float32' or 'bfloat16'")
+    if cfg.heads % cfg.kv_heads:
+        raise UserError(f'--heads {cfg.heads} --kv_heads {cfg.kv_heads}: each key/value head serves the same number of '
+                        f'query heads, so the second must divide the first')
+    if cfg.head_size % 2:
+        raise UserError(f'--head_size {cfg.head_size}: must be even, rotary positions turn pairs')
+    if cfg.global_batch % cfg.accumulate:
+        raise UserError(f'--global_batch {cfg.global_batch} --accumulate {cfg.accumulate}: the second must divide the '
+                        f'first')
+
+
+# ---- Model: weights are stacked over layers, so that one compiled layer serves them all ----
+
+def weight_table(cfg: Config, vocab_size: int) -> dict[str, tuple[tuple, tuple, float]]:
+    """Every weight: its shape, the mesh axes that its dimensions lie along, and the deviation of its first values.
+
+    Matrices lie along `fsdp` with the dimension that a token's vector comes in with or leaves with, so each device holds
+    a part and gathers a layer when it comes to it; along `tensor` with the dimension of heads or of the hidden width, so
+    that a layer's two matmuls need one sum over `tensor`. Norms are small and everywhere. `data` holds copies.
+    A deviation of 0 starts a norm at 1. 0.02 and the smaller deviation of what is added to the residual stream are
+    GPT-2's (Radford et al. 2019, section 2.3).
+    """
+    V = -(-vocab_size // 128) * 128  # full tiles for the matrix unit, and any mesh divides it
+    D, X, Y, M, L = cfg.width, cfg.heads * cfg.head_size, cfg.kv_heads * cfg.head_size, cfg.mlp_width, cfg.layers
+    std, std_out = 0.02, 0.02 / math.sqrt(2 * L)
+    table = {
+        'embed_VD': ((V, D), ('tensor', 'fsdp'), std),
+        'wq_LDX': ((L, D, X), (None, 'fsdp', 'tensor'), std),
+        'wk_LDY': ((L, D, Y), (None, 'fsdp', 'tensor'), std),
+        'wv_LDY': ((L, D, Y), (None, 'fsdp', 'tensor'), std),
+        'wo_LXD': ((L, X, D), (None, 'tensor', 'fsdp'), std_out),
+        'w_gate_LDF': ((L, D, M), (None, 'fsdp', 'tensor'), std),
+        'w_up_LDF': ((L, D, M), (None, 'fsdp', 'tensor'), std),
+        'w_down_LFD': ((L, M, D), (None, 'tensor', 'fsdp'), std_out),
+        'attn_norm_LD': ((L, D), (None, None), 0.0),
+        'mlp_norm_LD': ((L, D), (None, None), 0.0),
+        'final_norm_D': ((D,), (None,), 0.0),
+    }
+    if cfg.qk_norm:
+        table |= {name: ((L, cfg.head_size), (None, None), 0.0) for name in ('q_norm_LC', 'k_norm_LC')}
+    if not cfg.tied:
+        table['head_VD'] = ((V, D), ('tensor', 'fsdp'), std)
+    return table
+
+
+class GPT(torch.nn.Module):
+    """The weights, by the names of the table, and the forward pass. `mesh` None is a plain model on one device."""
+
+    def __init__(self, cfg: Config, weights: dict[str, torch.nn.Parameter], mesh=None):
+        super().__init__()
+        self.cfg, self.mesh = cfg, mesh
+        for name, w in weights.items():
+            self.register_parameter(name, w)
+        if cfg.tied:
+            self.head_VD = self.embed_VD
+        self.layer_names = [name for name in weights if '_L' in name]
+        self.run_layer = partial(layer, cfg, mesh)  # one object for ever: scan caches what it traced by it
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """Token ids -> the vectors x_BTD before the head."""
+        cfg = self.cfg
+        x_BTD = F.embedding(ids_BT, self.embed_VD).to(matmul_dtype(cfg))
+        x_BTD = shard(x_BTD, self.mesh, (('data', 'fsdp'), None, None))
+        stacked = {name: getattr(self, name) for name in self.layer_names}
+        if cfg.dropout and self.training:
+            # Made out here because a mask made in the scanned layer would be the same one in each.
+            for name in ('drop_attn_LBTD', 'drop_mlp_LBTD'):
+                kept = torch.rand((cfg.layers, *x_BTD.shape), device=x_BTD.device) >= cfg.dropout
+                stacked[name] = shard(kept.to(x_BTD.dtype) / (1 - cfg.dropout), self.mesh,
+                                      (None, ('data', 'fsdp'), None, None))
+        if cfg.scan:
+            from nano.scan import scan
+            x_BTD = scan(self.run_layer, x_BTD, stacked)
+        else:
+            for one in zip(*(w.unbind() for w in stacked.values())):
+                x_BTD = self.run_layer(x_BTD, dict(zip(stacked, one)))
+        return rms_norm(x_BTD, self.final_norm_D, cfg.norm_eps)
+
+
+def layer(cfg: Config, mesh, x_BTD: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
+    """One layer: attention and MLP, each added to the stream. `w` holds this layer's slices of the stacked weights."""
+    B, T, _ = x_BTD.shape
+    K, C = cfg.kv_heads, cfg.head_size
+    h_BTD = rms_norm(x_BTD, w['attn_norm_LD'], cfg.norm_eps)
+    q_BTHC = matmul(h_BTD, w['wq_LDX']).view(B, T, cfg.heads, C)
+    k_BTKC = matmul(h_BTD, w['wk_LDY']).view(B, T, K, C)
+    v_BTKC = matmul(h_BTD, w['wv_LDY']).view(B, T, K, C)
+    if cfg.qk_norm:
+        q_BTHC = rms_norm(q_BTHC, w['q_norm_LC'], cfg.norm_eps)
+        k_BTKC = rms_norm(k_BTKC, w['k_norm_LC'], cfg.norm_eps)
+    a_BTX = attention(rope(q_BTHC, cfg.rope_theta), rope(k_BTKC, cfg.rope_theta), v_BTKC)
+    a_BTD = matmul(a_BTX, w['wo_LXD'])
+    x_BTD = x_BTD + (a_BTD * w['drop_attn_LBTD'] if 'drop_attn_LBTD' in w else a_BTD)
+    h_BTD = rms_norm(x_BTD, w['mlp_norm_LD'], cfg.norm_eps)
+    m_BTD = matmul(F.silu(matmul(h_BTD, w['w_gate_LDF'])) * matmul(h_BTD, w['w_up_LDF']), w['w_down_LFD'])
+    x_BTD = x_BTD + (m_BTD * w['drop_mlp_LBTD'] if 'drop_mlp_LBTD' in w else m_BTD)
+    return shard(x_BTD, mesh, (('data', 'fsdp'), None, None))
+
+
+def matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x @ w in x's type: weights are kept in float32 and cast where they are used."""
+    return x @ w.to(x.dtype)
+
+
+def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * w over the last dimension, in float32 (Zhang and Sennrich 2019)."""
+    y = x.float()
+    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * w).to(x.dtype)
+
+
+def rope(x_BTHC: torch.Tensor, theta: float) -> torch.Tensor:
+    """Rotary positions (Su et al. 2021), turning dimension i with i + C/2 as Llama's weights in HuggingFace's format do.
+    The angles are computed in each layer: they cost little, and scan would carry gradients for a table."""
+    _, T, _, C = x_BTHC.shape
+    where = dict(device=x_BTHC.device, dtype=torch.float32)
+    angle_TC = torch.arange(T, **where)[:, None] * theta ** (torch.arange(0, C, 2, **where) / -C)
+    cos, sin = angle_TC.cos()[:, None], angle_TC.sin()[:, None]
+    a, b = x_BTHC.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x_BTHC.dtype)
+
+
+def attention(q_BTHC: torch.Tensor, k_BTKC: torch.Tensor, v_BTKC: torch.Tensor) -> torch.Tensor:
+    """Causal attention; query head h uses key/value head h // G. Returns a_BTX."""
+    B, T, H, C = q_BTHC.shape
+    K = k_BTKC.shape[2]
+    G = H // K
+    q_BKGTC = (q_BTHC * C ** -0.5).view(B, T, K, G, C).permute(0, 2, 3, 1, 4)
+    k_BKCS, v_BKSC = k_BTKC.permute(0, 2, 3, 1), v_BTKC.transpose(1, 2)
+    att_BKGTS = (q_BKGTC.reshape(B, K, G * T, C) @ k_BKCS).view(B, K, G, T, T).float()
+    at = torch.arange(T, device=q_BTHC.device)
+    att_BKGTS = torch.where(at[:, None] >= at, att_BKGTS, -1e30).softmax(-1).to(v_BKSC.dtype)
+    a_BKGTC = (att_BKGTS.view(B, K, G * T, T) @ v_BKSC).view(B, K, G, T, C)
+    return a_BKGTC.permute(0, 3, 1, 2, 4).reshape(B, T, H * C)
+
+
+def matmul_dtype(cfg: Config) -> torch.dtype:
+    return getattr(torch, cfg.dtype if cfg.dtype != 'auto' else 'bfloat16' if cfg.device == 'tpu' else 'float32')
+
+
+def loss_sums(model: GPT, ids_BT: torch.Tensor, targets_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of -log p(target), sum of log(Z)^2) over the targets that are not IGNORE, in float32."""
+    x_BTD = model(ids_BT)
+    logits_BTV = matmul(x_BTD, model.head_VD.t()).float()
+    log_z_BT = logits_BTV.logsumexp(-1)
+    at_target_BT = logits_BTV.gather(-1, targets_BT.clamp(min=0).long()[..., None])[..., 0]
+    counts_BT = targets_BT != shards.IGNORE
+    return ((log_z_BT - at_target_BT) * counts_BT).sum(), (log_z_BT.square() * counts_BT).sum()
+
+
+# ---- Sharding: weights by the table, activations over (data, fsdp) by rows ----
+
+def shard(t: torch.Tensor, mesh, spec: tuple) -> torch.Tensor:
+    """Marks an activation, and its gradient, as lying along the mesh by `spec`."""
+    if mesh is None:
+        return t
+    import torch_xla.distributed.spmd as xs
+    return xs.mark_sharding_with_gradients(t, mesh, spec)
+
+
+def build(cfg: Config, vocab_size: int, mesh, device) -> tuple[GPT, dict[str, torch.Tensor]]:
+    """The model and its optimizer state, sharded over the mesh. One weight at a time passes through the host; its first
+    values depend on the seed and its name alone, so every host makes the same."""
+    import torch_xla.distributed.spmd as xs
+    weights, state = {}, {'adam_t': torch.zeros((), device=device)}
+    for name, (shape, spec, std) in weight_table(cfg, vocab_size).items():
+        generator = torch.Generator().manual_seed(runtime.seed_of(cfg.seed, name))
+        w = torch.empty(shape).normal_(0, std, generator=generator) if std else torch.ones(shape)
+        weights[name] = torch.nn.Parameter(w.to(device))
+        xs.mark_sharding(weights[name], mesh, spec)
+        for moment in ('adam_m', 'adam_v'):
+            state[f'{moment}.{name}'] = torch.zeros(shape, device=device)
+            xs.mark_sharding(state[f'{moment}.{name}'], mesh, spec)
+    return GPT(cfg, weights, mesh), state
+
+
+def check_model(cfg: Config, model: GPT, state: dict, vocab_size: int, mesh, say):
+    """Guards against training that goes wrong without an error: each has cost somebody a run."""
+    weights = dict(model.named_parameters())
+    if cfg.tied and model.head_VD is not model.embed_VD:
+        raise UserError('head_VD and embed_VD are two weights, though --tied: tie them after moving to the device')
+    for moment in ('adam_m', 'adam_v'):
+        if {n for n in state if n.startswith(moment)} != {f'{moment}.{n}' for n in weights}:
+            raise UserError(f'the optimizer\'s {moment} does not belong to the model\'s weights, one for one')
+    if not all(w.device.type == 'xla' and w.dtype == torch.float32 for w in weights.values()):
+        raise UserError('weights must be float32 on the device: in bfloat16 small updates are lost (64 of 64 scales '
+                        'stayed at 1.0 after 50 steps at 3e-4)')
+    table = {name: spec for name, (_, spec, _) in weight_table(cfg, vocab_size).items()}
+    runtime.check_sharding(weights, table, mesh, say)
+
+
+# ---- Optimizer: AdamW, decoupled decay on matrices only, and a schedule ----
+
+def lr_at(cfg: Config, step: int) -> float:
+    """The learning rate of `step` (from 0): above 0 from the first step on. cosine: Loshchilov and Hutter 2017;
+    wsd: Hu et al. 2024, with a linear decay."""
+    if step < cfg.warmup:
+        return cfg.lr * (step + 1) / (cfg.warmup + 1)
+    if cfg.schedule == 'cosine':
+        done = (step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+        share = cfg.final_lr + (1 - cfg.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    else:
+        left = (cfg.steps - step) / max(1.0, cfg.decay * cfg.steps)
+        share = cfg.final_lr + (1 - cfg.final_lr) * min(1.0, left)
+    return cfg.lr * share
+
+
+def adamw(cfg: Config, model: GPT, state: dict, lr: torch.Tensor, scale: torch.Tensor, ok: torch.Tensor):
+    """One update (Loshchilov and Hutter 2019, as torch.optim.AdamW), of gradients times `scale`; where `ok` is false
+    nothing changes. In place, so that the compiled step writes over its inputs and needs no second copy."""
+    state['adam_t'].add_(ok)
+    bias1, bias2 = 1 - cfg.beta1 ** state['adam_t'], 1 - cfg.beta2 ** state['adam_t']
+    for name, w in model.named_parameters():
+        m, v, g = state[f'adam_m.{name}'], state[f'adam_v.{name}'], w.grad * scale
+        new_m, new_v = m.lerp(g, 1 - cfg.beta1), v.lerp(g.square(), 1 - cfg.beta2)
+        decay = 0.0 if 'norm' in name else cfg.weight_decay
+        new_w = w * (1 - lr * decay) - lr * (new_m / bias1) / ((new_v / bias2).sqrt() + cfg.adam_eps)
+        for old, new in ((m, new_m), (v, new_v), (w, new_w)):
+            old.copy_(torch.where(ok, new, old))
+        w.grad = None
+
+
+# ---- One training step, evaluation, sampling: each is one graph, compiled once ----
+
+def train_step(cfg: Config, model: GPT, state: dict, ids_BT: torch.Tensor, targets_BT: torch.Tensor,
+               lr: torch.Tensor) -> torch.Tensor:
+    """Traces an update. Returns [loss, norm of the gradient, 1 if the update was made] on the device.
+
+    The loss is the mean over all targets of the global batch, whatever the number of micro-batches: each micro-batch's
+    sum is divided by the count of the whole. Micro-batch a takes rows a, a + A, ...: so it has rows of each device.
+    """
+    B, T = ids_BT.shape
+    A = cfg.accumulate
+    n_targets = (targets_BT != shards.IGNORE).sum().clamp(min=1)
+    nll = torch.zeros((), device=ids_BT.device)
+    for a in range(A):
+        ids, targets = ids_BT.view(B // A, A, T)[:, a], targets_BT.view(B // A, A, T)[:, a]
+        nll_sum, z_sum = loss_sums(model, ids, targets)
+        ((nll_sum + cfg.z_loss * z_sum) / n_targets).backward()
+        nll = nll + nll_sum.detach()
+    with torch.no_grad():
+        loss = nll / n_targets
+        norm = torch.stack([w.grad.square().sum() for w in model.parameters()]).sum().sqrt()
+        # Decided in the graph: the loss is read a step late, when the host could no longer stop a bad update.
+        ok = torch.isfinite(norm) & torch.isfinite(loss)
+        scale = (cfg.clip / (norm + 1e-6)).clamp(max=1.0) if cfg.clip else torch.ones_like(norm)
+        adamw(cfg, model, state, lr, scale, ok)
+    return torch.stack([loss, norm, ok.float()])
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model: GPT, windows: shards.Windows, rows: np.ndarray, to_device) -> float:
+    """Mean loss in nats over a fixed set of windows: the same on any number of devices and hosts."""
+    import torch_xla
+    model.eval()
+    sums = []
+    for ids_BT, targets_BT in shards.eval_batches(windows, cfg.eval_windows, cfg.global_batch // cfg.accumulate, rows,
+                                                  to_device):
+        nll, _ = loss_sums(model, ids_BT, targets_BT)
+        sums.append(torch.stack([nll, (targets_BT != shards.IGNORE).sum().float()]))
+        torch_xla.sync()
+    model.train()
+    nll, n = torch.stack([s.cpu() for s in sums]).double().sum(0).tolist()
+    return nll / n
+
+
+@torch.no_grad()
+def next_logits(model: GPT, ids_BT: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Logits of the token after `position`, [B, V] in float32."""
+    x_BD = model(ids_BT).index_select(1, position)[:, 0]
+    return shard(matmul(x_BD, model.head_VD.t()).float(), model.mesh, (None, None))
+
+
+def sample(cfg: Config, model: GPT, tokenizer, vocab_size: int, separator: int, to_device, rows: int,
+           n_tokens: int) -> str:
+    """Text after cfg.prompt. The ids stay in a buffer of fixed length on the host, so any length is the same graph;
+    past seq_len the oldest half of them makes room. The tokens are drawn on the host: the same text on any device."""
+    import torch_xla
+    model.eval()
+    T = cfg.seq_len
+    generator = torch.Generator().manual_seed(runtime.seed_of(cfg.seed, 'sample'))
+    prompt = tokenizer.encode(cfg.prompt) if cfg.prompt else []
+    text, context = list(prompt), [separator, *prompt][-T:]
+    for _ in range(n_tokens):
+        if len(context) == T:
+            context = context[T // 2:] if T > 1 else []
+        context_BT = np.zeros((rows, T), np.int32)
+        context_BT[:, :len(context)] = context
+        ids_BT, _ = to_device(context_BT, context_BT)
+        position = torch.tensor([len(context) - 1]).to(ids_BT.device)
+        logits_BV = next_logits(model, ids_BT, position)
+        torch_xla.sync()
+        logits_V = logits_BV[:1].cpu()[0, :vocab_size] if False else logits_BV.cpu()[0, :vocab_size]
+        logits_V[separator] = -torch.inf  # one text, not several
+        if cfg.temperature == 0:
+            token = int(logits_V.argmax())
+        else:
+            token = int(torch.multinomial((logits_V / cfg.temperature).softmax(-1), 1, generator=generator))
+        text.append(token)
+        context.append(token)
+    model.train()
+    return tokenizer.decode(text)
+
+
+# ---- The run ----
+
+def main(argv: list[str] | None = None):
+    cfg = config.parse(Config, PRESETS, argv, __doc__)
+    try:
+        run(cfg)
+    except UserError as e:
+        print(f'error: {e}', file=sys.stderr)
+        sys.exit(2)
+
+
+def run(cfg: Config):
+    check(cfg)
+    here = Path(__file__).parent
+    if cfg.data == Config.data and not (here / cfg.data / 'manifest.json').exists():
+        print('no token shards yet: making them of the default text (data/text.py)', flush=True)
+        if code := subprocess.run([sys.executable, here / 'data' / 'text.py'], cwd=here).returncode:
+            raise UserError(f'data/text.py ended with {code}, see above; another text: python data/text.py FILE...')
+    if cfg.data == Config.data:
+        cfg = replace(cfg, data=str(here / cfg.data))
+    rt = runtime.start(cfg.device)
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.distributed.spmd as xs
+
+    # Everything that can be refused is refused here, before the first compile.
+    mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
+    row_shards = mesh.mesh_shape[0] * mesh.mesh_shape[1]
+    if cfg.global_batch % (row_shards * cfg.accumulate):
+        least = row_shards * cfg.accumulate
+        raise UserError(f'--global_batch {cfg.global_batch}: must be a multiple of {least} = {row_shards} (data x fsdp) '
+                        f'x {cfg.accumulate} (--accumulate), such as {-(-cfg.global_batch // least) * least}')
+    manifest = shards.load_manifest(cfg.data)
+    vocab_size = manifest['vocab_size']
+    out = Path(cfg.out)
+    resume = checkpoint.newest(out / 'ckpt')
+    meta = checkpoint.read_meta(resume) if resume else {'step': 0, 'consumed': 0}
+    if resume and meta['vocab_size'] != vocab_size:
+        raise UserError(f'{resume} was trained with a vocabulary of {meta["vocab_size"]}, {cfg.data} has {vocab_size}')
+    start_step = meta['step']
+    if start_step >= cfg.steps:
+        print(f'{cfg.out} is complete: step {start_step} of {cfg.steps}. More: a larger --steps; anew: another --out')
+        return
+    track = Tracker(out, cfg.steps, start_step, rt.main, asdict(cfg), cfg.wandb, rt.process_index)
+    say = track.print
+    if rt.main:
+        config.save_config(cfg, out / 'config.json')
+    splits = {s['split'] for s in manifest['shards'] if s['tokens'] > 1}
+    shards.verify(cfg.data, manifest, sorted(splits & {'train', 'val'}), say)
+    train = shards.Windows(cfg.data, 'train', cfg.seq_len, vocab_size)
+    val = shards.Windows(cfg.data, 'val', cfg.seq_len, vocab_size) if 'val' in splits else None
+    tokenizer = None
+    if manifest['tokenizer'] and manifest['separator'] is not None:
+        tokenizer = load_tokenizer(os.path.join(cfg.data, manifest['tokenizer']['file']))
+
+    device = torch_xla.device()
+    model, state = build(cfg, vocab_size, mesh, device)
+    torch_xla.sync()
+    check_model(cfg, model, state, vocab_size, mesh, say)
+    tensors = {**dict(model.named_parameters()), **state}
+    if resume:
+        checkpoint.load(resume, tensors)
+        say(f'goes on from {resume}')
+    elif cfg.init_from:
+        source = Path(cfg.init_from)
+        source = source if (source / 'meta.json').exists() else checkpoint.newest(source / 'ckpt')
+        if source is None:
+            raise UserError(f'--init_from {cfg.init_from}: neither a checkpoint nor a run with one')
+        checkpoint.load(source, dict(model.named_parameters()))
+        say(f'starts from the weights of {source}')
+
+    tokens_per_step = cfg.global_batch * cfg.seq_len
+    n_matmul = sum(w.numel() for w in model.parameters()) - (0 if cfg.tied else model.embed_VD.numel())
+    # Multiply-adds forward and backward, causal attention counted half (PaLM, appendix B, counts it in full).
+    flops_per_token = 6 * n_matmul + 6 * cfg.layers * cfg.heads * cfg.head_size * cfg.seq_len
+    say(f'{sum(w.numel() for w in model.parameters()) / 1e6:.1f}M parameters; mesh data,fsdp,tensor = {mesh.mesh_shape}; '
+        f'{tokens_per_step:,} tokens a step, {cfg.global_batch} sequences, {cfg.global_batch // row_shards} on each row '
+        f'of devices in {cfg.accumulate} micro-batches; {cfg.steps} steps are '
+        f'{cfg.steps * tokens_per_step / train.n_tokens:.2f} epochs of {train.n_tokens:,} tokens')
+    if val is None:
+        say(f'no validation tokens in {cfg.data}: nothing is evaluated')
+    say(f'first checkpoint after step {min(cfg.save_every or cfg.steps, cfg.steps)}; compiles now: evaluation, sampling, '
+        f'then the training step; none after')
+
+    row_sharding = xs.ShardingSpec(mesh, (('data', 'fsdp'), None))
+
+    def to_device(ids_BT, targets_BT):
+        return xm.send_cpu_data_to_device([torch.from_numpy(ids_BT), torch.from_numpy(targets_BT)], device, row_sharding)
+
+    rows = partial(runtime.rows_of_host, mesh=mesh, runtime=rt)
+    watch = runtime.CompileWatch(cfg.strict, say)
+    best = meta.get('best', math.inf)
+    val_bytes = sum(s['bytes'] or 0 for s in manifest['shards'] if s['split'] == 'val')
+    val_tokens = sum(s['tokens'] for s in manifest['shards'] if s['split'] == 'val')
+    started = time.perf_counter()
+
+    def evaluate_and_sample(step: int, n_tokens: int):
+        nonlocal best
+        if val is not None:
+            loss = evaluate(cfg, model, val, rows(cfg.global_batch // cfg.accumulate), to_device)
+            best = min(best, loss)
+            # Nats a token to bits a byte: the whole split's tokens for each byte (separators count as tokens).
+            bpb = loss / math.log(2) * val_tokens / val_bytes if val_bytes else None
+            track.log(step, val_loss=loss, val_bpb=bpb, tokens=step * tokens_per_step,
+                      wall_s=time.perf_counter() - started)
+            say(f'step {step}: validation loss {loss:.4f}' + (f', {bpb:.4f} bits per byte' if bpb else ''))
+        if tokenizer is not None and cfg.sample_tokens:
+            text = sample(cfg, model, tokenizer, vocab_size, manifest['separator'], to_device, row_shards, n_tokens)
+            if rt.main and n_tokens > 1:
+                (out / 'samples').mkdir(exist_ok=True)
+                (out / 'samples' / f'step_{step:08d}.txt').write_text(text)
+            return text
+
+    def save(step: int):
+        meta = dict(consumed=loader.position if step > start_step else start, vocab_size=vocab_size, best=best,
+                    config=asdict(cfg))
+        path = checkpoint.save(out / 'ckpt', step, tensors, meta, cfg.keep)
+        say(f'step {step}: wrote {path}')
+
+    def report(step: int, metrics: torch.Tensor, lr: float, **more):
+        """Reads a step's metrics: this waits until the device has finished that step."""
+        nonlocal bad_in_row
+        loss, norm, ok = metrics.cpu().tolist()
+        bad_in_row = 0 if ok else bad_in_row + 1
+        if not ok:
+            say(f'step {step}: loss {loss}, gradient norm {norm}: not finite, so this update was left out '
+                f'({bad_in_row} in a row)')
+        now = time.perf_counter()
+        n_steps, seconds = step - clock['step'], now - clock['time'] - clock['paused']
+        rate = n_steps * tokens_per_step / seconds if n_steps and seconds > 0 else math.nan
+        if step % cfg.log_every == 0 or step == cfg.steps or step == start_step + 1:
+            track.log(step, loss=loss, lr=lr, grad_norm=norm, tokens=step * tokens_per_step, tokens_per_s=rate,
+                      mfu=rate * flops_per_token / rt.peak_flops if rt.peak_flops else None, wall_s=now - started,
+                      skipped=not ok, rss_gb=runtime.rss_gb(), **more)
+            clock.update(step=step, time=now, paused=0.0)
+        track.progress(step, loss, rate)
+        return bad_in_row
+
+    start = meta['consumed']
+    bad_in_row, pending = 0, None
+    with shards.Loader(train, cfg.global_batch, cfg.seed, start, rows(cfg.global_batch), to_device) as loader:
+        evaluate_and_sample(start_step, 1)
+        clock = dict(step=start_step, time=time.perf_counter(), paused=0.0)
+        for step in range(start_step + 1, cfg.steps + 1):
+            ids_BT, targets_BT = next(loader)
+            lr = lr_at(cfg, step - 1)
+            # The device's random numbers depend on seed and step alone: nothing in between can shift them.
+            xm.set_rng_state(runtime.seed_of(cfg.seed, step))
+            t = time.perf_counter()
+            if step == start_step + 1:
+                say(f'compiling the training step ...')
+            metrics = train_step(cfg, model, state, ids_BT, targets_BT, torch.tensor(lr).to(device))
+            torch_xla.sync()  # the graph ends here; the device starts on it
+            more = dict(trace_ms=(time.perf_counter() - t) * 1e3, data_wait_s=loader.wait_s,
+                        compiles=watch.check(step, 'training step'))
+            if step == start_step + 1:
+                watch.all_compiled()
+                report(step, metrics, lr, **more)
+                clock.update(step=step, time=time.perf_counter())  # throughput leaves compiling out
+                say(f'compiled {more["compiles"]} graphs, {time.perf_counter() - started:.0f} s after the start')
+            else:
+                if pending:
+                    report(*pending[0], **pending[1])
+                pending = (step, metrics, lr), more
+            last = step == cfg.steps
+            due_eval = last or cfg.eval_every and step % cfg.eval_every == 0
+            due_save = last or cfg.save_every and step % cfg.save_every == 0
+            if due_eval or due_save or bad_in_row >= cfg.max_bad:
+                if pending:
+                    report(*pending[0], **pending[1])
+                    pending = None
+                t = time.perf_counter()
+                if bad_in_row >= cfg.max_bad:
+                    save(step)
+                    raise UserError(f'{bad_in_row} steps in a row without a finite loss and gradient: stopped at step '
+                                    f'{step}; the weights are those before them. Look at the data, lower --lr')
+                if due_eval:
+                    text = evaluate_and_sample(step, cfg.sample_tokens)
+                if due_save:
+                    save(step)
+                watch.check(step, 'evaluation or saving')
+                clock['paused'] += time.perf_counter() - t
+    if tokenizer is not None and cfg.sample_tokens:
+        say(f'a sample after {cfg.steps} steps:\n{text}')
+    track.close()
+
+
+if __name__ == '__main__':
+    main()
