@@ -107,7 +107,7 @@ import torch_xla'
 install() { # by uv, which is quick and can leave CUDA out; by pip where uv reaches nothing (it reads no pip.conf)
   local files=("${need[@]/#/-r}") kinds=('') kind
   cd "$here"
-  # Without a GPU, PyTorch's own CPU build saves 3 GB; its index may be out of reach, so uv first tries.
+  # Without a GPU, PyTorch's own CPU build saves a download of 3 GB; its index may be out of reach, so uv first tries.
   [ -e /dev/nvidiactl ] || kinds=(--torch-backend=cpu '')
   if find_uv "$py"; then
     for kind in "${kinds[@]}"; do
