@@ -133,36 +133,37 @@ def check(cfg: Config):
 
 # ---- Model: weights are stacked over layers, so that one compiled layer serves them all ----
 
-def weight_table(cfg: Config, vocab_size: int) -> dict[str, tuple[tuple, tuple, float]]:
-    """Every weight: its shape, the mesh axes that its dimensions lie along, and the deviation of its first values.
+# The mesh axes that each weight's dimensions lie along. Matrices lie along `fsdp` with the dimension of width, so that a
+# device holds a part of each layer and gathers the layer when it comes to it; along `tensor` with the heads or the hidden
+# width, so that a layer's two pairs of matmuls need one sum over `tensor` each. Norms are small: everywhere. `data` holds
+# copies.
+SHARDING = {
+    'embed_VD': ('tensor', 'fsdp'),
+    'head_VD': ('tensor', 'fsdp'),
+    'wq_LDX': (None, 'fsdp', 'tensor'),
+    'wk_LDY': (None, 'fsdp', 'tensor'),
+    'wv_LDY': (None, 'fsdp', 'tensor'),
+    'wo_LXD': (None, 'tensor', 'fsdp'),
+    'w_gate_LDF': (None, 'fsdp', 'tensor'),
+    'w_up_LDF': (None, 'fsdp', 'tensor'),
+    'w_down_LFD': (None, 'tensor', 'fsdp'),
+    'attn_norm_LD': (None, None),
+    'mlp_norm_LD': (None, None),
+    'q_norm_LC': (None, None),
+    'k_norm_LC': (None, None),
+    'final_norm_D': (None,),
+}
+BATCH = ('data', 'fsdp')  # rows of a batch lie along both
 
-    Matrices lie along `fsdp` with the dimension that a token's vector comes in with or leaves with, so each device holds
-    a part and gathers a layer when it comes to it; along `tensor` with the dimension of heads or of the hidden width, so
-    that a layer's two matmuls need one sum over `tensor`. Norms are small and everywhere. `data` holds copies.
-    A deviation of 0 starts a norm at 1. 0.02 and the smaller deviation of what is added to the residual stream are
-    GPT-2's (Radford et al. 2019, section 2.3).
-    """
-    V = -(-vocab_size // 128) * 128  # full tiles for the matrix unit, and any mesh divides it
-    D, X, Y, M, L = cfg.width, cfg.heads * cfg.head_size, cfg.kv_heads * cfg.head_size, cfg.mlp_width, cfg.layers
-    std, std_out = 0.02, 0.02 / math.sqrt(2 * L)
-    table = {
-        'embed_VD': ((V, D), ('tensor', 'fsdp'), std),
-        'wq_LDX': ((L, D, X), (None, 'fsdp', 'tensor'), std),
-        'wk_LDY': ((L, D, Y), (None, 'fsdp', 'tensor'), std),
-        'wv_LDY': ((L, D, Y), (None, 'fsdp', 'tensor'), std),
-        'wo_LXD': ((L, X, D), (None, 'tensor', 'fsdp'), std_out),
-        'w_gate_LDF': ((L, D, M), (None, 'fsdp', 'tensor'), std),
-        'w_up_LDF': ((L, D, M), (None, 'fsdp', 'tensor'), std),
-        'w_down_LFD': ((L, M, D), (None, 'tensor', 'fsdp'), std_out),
-        'attn_norm_LD': ((L, D), (None, None), 0.0),
-        'mlp_norm_LD': ((L, D), (None, None), 0.0),
-        'final_norm_D': ((D,), (None,), 0.0),
-    }
-    if cfg.qk_norm:
-        table |= {name: ((L, cfg.head_size), (None, None), 0.0) for name in ('q_norm_LC', 'k_norm_LC')}
-    if not cfg.tied:
-        table['head_VD'] = ((V, D), ('tensor', 'fsdp'), std)
-    return table
+
+def weight_shapes(cfg: Config, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Every weight of the model and its shape."""
+    V = -(-vocab_size // 128) * 128  # full tiles for the matrix unit, and divisible by most meshes
+    sizes = dict(V=V, L=cfg.layers, D=cfg.width, F=cfg.mlp_width, C=cfg.head_size, X=cfg.heads * cfg.head_size,
+                 Y=cfg.kv_heads * cfg.head_size)
+    absent = {'head_VD'} if cfg.tied else set()
+    absent |= set() if cfg.qk_norm else {'q_norm_LC', 'k_norm_LC'}
+    return {name: tuple(sizes[letter] for letter in name.split('_')[-1]) for name in SHARDING if name not in absent}
 
 
 class GPT(torch.nn.Module):
@@ -182,14 +183,14 @@ class GPT(torch.nn.Module):
         """Token ids -> the vectors x_BTD before the head."""
         cfg = self.cfg
         x_BTD = F.embedding(ids_BT, self.embed_VD).to(matmul_dtype(cfg))
-        x_BTD = shard(x_BTD, self.mesh, (('data', 'fsdp'), None, None))
+        x_BTD = shard(x_BTD, self.mesh, (BATCH, None, None))
         stacked = {name: getattr(self, name) for name in self.layer_names}
         if cfg.dropout and self.training:
             # Made out here because a mask made in the scanned layer would be the same one in each.
             for name in ('drop_attn_LBTD', 'drop_mlp_LBTD'):
                 kept = torch.rand((cfg.layers, *x_BTD.shape), device=x_BTD.device) >= cfg.dropout
                 stacked[name] = shard(kept.to(x_BTD.dtype) / (1 - cfg.dropout), self.mesh,
-                                      (None, ('data', 'fsdp'), None, None))
+                                      (None, BATCH, None, None))
         if cfg.scan:
             from nano.scan import scan
             x_BTD = scan(self.run_layer, x_BTD, stacked)
@@ -203,6 +204,8 @@ def layer(cfg: Config, mesh, x_BTD: torch.Tensor, w: dict[str, torch.Tensor]) ->
     """One layer: attention and MLP, each added to the stream. `w` holds this layer's slices of the stacked weights."""
     B, T, _ = x_BTD.shape
     K, C = cfg.kv_heads, cfg.head_size
+    # Said here, inside the loop over layers, for the slices and above all for their gradients.
+    w = {name: shard(t, mesh, SHARDING[name][1:]) if name in SHARDING else t for name, t in w.items()}
     h_BTD = rms_norm(x_BTD, w['attn_norm_LD'], cfg.norm_eps)
     q_BTHC = matmul(h_BTD, w['wq_LDX']).view(B, T, cfg.heads, C)
     k_BTKC = matmul(h_BTD, w['wk_LDY']).view(B, T, K, C)
@@ -216,7 +219,7 @@ def layer(cfg: Config, mesh, x_BTD: torch.Tensor, w: dict[str, torch.Tensor]) ->
     h_BTD = rms_norm(x_BTD, w['mlp_norm_LD'], cfg.norm_eps)
     m_BTD = matmul(F.silu(matmul(h_BTD, w['w_gate_LDF'])) * matmul(h_BTD, w['w_up_LDF']), w['w_down_LFD'])
     x_BTD = x_BTD + (m_BTD * w['drop_mlp_LBTD'] if 'drop_mlp_LBTD' in w else m_BTD)
-    return shard(x_BTD, mesh, (('data', 'fsdp'), None, None))
+    return shard(x_BTD, mesh, (BATCH, None, None))
 
 
 def matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -280,13 +283,19 @@ def shard(t: torch.Tensor, mesh, spec: tuple) -> torch.Tensor:
 
 
 def build(cfg: Config, vocab_size: int, mesh, device) -> tuple[GPT, dict[str, torch.Tensor]]:
-    """The model and its optimizer state, sharded over the mesh. One weight at a time passes through the host; its first
-    values depend on the seed and its name alone, so every host makes the same."""
+    """The model and its optimizer state, sharded over the mesh.
+
+    One weight at a time passes through the host; its first values depend on the seed and its name alone, so every host
+    makes the same. Norms start at 1, matrices with deviation 0.02, smaller where a layer adds to the stream, as GPT-2's
+    (Radford et al. 2019, section 2.3).
+    """
     import torch_xla.distributed.spmd as xs
     weights, state = {}, {'adam_t': torch.zeros((), device=device)}
-    for name, (shape, spec, std) in weight_table(cfg, vocab_size).items():
+    for name, shape in weight_shapes(cfg, vocab_size).items():
+        spec = SHARDING[name]
+        std = 0.02 / math.sqrt(2 * cfg.layers) if name in ('wo_LXD', 'w_down_LFD') else 0.02
         generator = torch.Generator().manual_seed(runtime.seed_of(cfg.seed, name))
-        w = torch.empty(shape).normal_(0, std, generator=generator) if std else torch.ones(shape)
+        w = torch.ones(shape) if 'norm' in name else torch.empty(shape).normal_(0, std, generator=generator)
         weights[name] = torch.nn.Parameter(w.to(device))
         xs.mark_sharding(weights[name], mesh, spec)
         for moment in ('adam_m', 'adam_v'):
@@ -306,8 +315,7 @@ def check_model(cfg: Config, model: GPT, state: dict, vocab_size: int, mesh, say
     if not all(w.device.type == 'xla' and w.dtype == torch.float32 for w in weights.values()):
         raise UserError('weights must be float32 on the device: in bfloat16 small updates are lost (64 of 64 scales '
                         'stayed at 1.0 after 50 steps at 3e-4)')
-    table = {name: spec for name, (_, spec, _) in weight_table(cfg, vocab_size).items()}
-    runtime.check_sharding(weights, table, mesh, say)
+    runtime.check_sharding(weights, {name: SHARDING.get(name) for name in weight_shapes(cfg, vocab_size)}, mesh, say)
 
 
 # ---- Optimizer: AdamW, decoupled decay on matrices only, and a schedule ----
@@ -411,7 +419,7 @@ def sample(cfg: Config, model: GPT, tokenizer, vocab_size: int, separator: int, 
         position = torch.tensor([len(context) - 1]).to(ids_BT.device)
         logits_BV = next_logits(model, ids_BT, position)
         torch_xla.sync()
-        logits_V = logits_BV[:1].cpu()[0, :vocab_size] if False else logits_BV.cpu()[0, :vocab_size]
+        logits_V = logits_BV.cpu()[0, :vocab_size]
         logits_V[separator] = -torch.inf  # one text, not several
         if cfg.temperature == 0:
             token = int(logits_V.argmax())
@@ -507,7 +515,7 @@ def run(cfg: Config):
     say(f'first checkpoint after step {min(cfg.save_every or cfg.steps, cfg.steps)}; compiles now: evaluation, sampling, '
         f'then the training step; none after')
 
-    row_sharding = xs.ShardingSpec(mesh, (('data', 'fsdp'), None))
+    row_sharding = xs.ShardingSpec(mesh, (BATCH, None))
 
     def to_device(ids_BT, targets_BT):
         return xm.send_cpu_data_to_device([torch.from_numpy(ids_BT), torch.from_numpy(targets_BT)], device, row_sharding)

@@ -28,7 +28,7 @@ LINE = re.compile(r'\n+[^\n]*|[^\n]+')  # what the trainer sees at once: so no p
 class Encoder:
     """Text to the bytes of its token ids: exactly those of the whole text, mostly looked up unit by unit.
 
-    That holds for models like ours: sentencepiece BPE, text not normalised, no prefix, bytes for unknown characters, and
+    That holds for models like ours: sentencepiece BPE, text not normalised, no prefix, bytes for unknown characters,
     every piece within one UNIT. Any other tokenizer gets whole documents (by_unit is False)."""
 
     def __init__(self, path: str):
@@ -97,7 +97,7 @@ def is_plain_bpe(path: str) -> bool:
 
 
 def train_tokenizer(pieces: list[str], vocab_size: int | None, path: str):
-    """Trains a BPE model that loses nothing on `pieces`, in their order. vocab_size None: VOCAB_SIZE or what there is."""
+    """Trains a BPE model that loses nothing on `pieces`. vocab_size None: VOCAB_SIZE, or less if they give less."""
     counts = collections.Counter()
     for piece in pieces:
         counts.update(piece)

@@ -138,7 +138,10 @@ def spans(f: Any, sep: bytes | None, whole: bool) -> Iterator[tuple[str, int, by
             eof = not block
         if not buf and offset:
             return
-        end = -1 if not sep else buf.find(sep) if inside else buf.rfind(sep)
+        if not sep or inside:
+            end = buf.find(sep) if sep else -1
+        else:  # not rfind: of '\n\n' in three newlines, it is the first two
+            end = len(buf) - len(buf.split(sep)[-1]) - len(sep)
         skip = len(sep) if end >= 0 else 0
         if end >= 0 or eof:
             kind, end = 'last' if inside else 'docs', end if end >= 0 else len(buf)

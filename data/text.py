@@ -4,7 +4,7 @@
     python data/text.py books/ notes.md --out data/shards/mine   every text file in a folder, and one more
     python data/text.py stories.txt --split_on '<|endoftext|>'   one file of many documents
     python data/text.py dump.jsonl.zst --field body --tokenizer llama/tokenizer.json
-    python data/text.py hf:roneneldan/TinyStories                a dataset of the HuggingFace hub (needs disk for its text)
+    python data/text.py hf:roneneldan/TinyStories                a dataset of the HuggingFace hub (needs disk space)
 
 A .txt, .md or .py file is a document, and so is a line of .jsonl, .jsonl.gz or .jsonl.zst and a row of .parquet. One
 separator id follows each. The hash of a document's text alone decides whether it is trained on or held out (val). The

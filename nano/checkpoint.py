@@ -6,6 +6,7 @@ and is never read. It is written under another name and renamed, so that a kill 
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ def save(folder: str | Path, step: int, tensors: dict[str, torch.Tensor], meta: 
     temp.mkdir(parents=True)
     # per_thread_copy_ahead=0: with torchax imported, copying ahead asks it for a stream and fails.
     writer = dcp.FileSystemWriter(temp, per_thread_copy_ahead=0)
-    dcp.save(tensors, storage_writer=writer, planner=SPMDSavePlanner(), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # of torch about torch_xla's planner and of what one process is
+        dcp.save(tensors, storage_writer=writer, planner=SPMDSavePlanner(), no_dist=True)
     with open(temp / 'meta.json', 'w') as f:
         json.dump({'step': step, **meta}, f, indent=1)
         f.flush()
@@ -81,6 +84,8 @@ def load(path: str | Path, tensors: dict[str, torch.Tensor]):
                 raise UserError(f'{path} has no {name}: it was written by another model')
             if tuple(stored[name].size) != tuple(t.shape):
                 raise UserError(f'{path}: {name} is {tuple(stored[name].size)}, this model\'s is {tuple(t.shape)}')
-        dcp.load(tensors, storage_reader=reader, planner=SPMDLoadPlanner(), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            dcp.load(tensors, storage_reader=reader, planner=SPMDLoadPlanner(), no_dist=True)
     except (OSError, EOFError, CheckpointException) as e:
         raise UserError(f'{path} cannot be read ({str(e).splitlines()[0]}): delete it to use the one before') from e

@@ -28,7 +28,7 @@ CHIP_NAMES = {'TPU v4': 'v4', 'TPU v5 lite': 'v5e', 'TPU v5e': 'v5e', 'TPU v5p':
 
 # These make torch_xla compute in bfloat16 behind the script's back: the most negative float32 becomes minus infinity
 # (pytorch/xla#4152) and sums stop growing at 256 (pytorch/xla#2425).
-DOWNCASTS = ('XLA_USE_BF16', 'XLA_DOWNCAST_BF16', 'XLA_USE_FP16', 'XLA_DOWNCAST_FP16', 'XLA_USE_32BIT_LONG')
+DOWNCASTS = ('XLA_USE_BF16', 'XLA_DOWNCAST_BF16', 'XLA_USE_FP16', 'XLA_DOWNCAST_FP16')
 
 
 @dataclass(frozen=True)
@@ -239,13 +239,11 @@ def check_sharding(weights: dict, table: dict[str, tuple], mesh, say: Callable[[
     say(f'{"weight":<16} {"shape":<22} {"mesh axes":<32} MB/device')
     for name, w in weights.items():
         spec = table[name]
-        want = mesh.get_op_sharding(spec)
         have = torch_xla._XLAC._get_xla_sharding_spec(w)
         ways = [int(np.prod([size[a] for a in ((s,) if isinstance(s, str) else s or ())])) for s in spec]
-        if np.prod(ways) > 1 and have in ('', '{replicated}') or have == '':
+        if have == '' or np.prod(ways) > 1 and have == '{replicated}':
             raise UserError(f'{name} is not sharded on the devices as the table says ({spec}): mark it before the first '
                             f'step')
-        del want
         n_bytes = w.numel() * w.element_size()
         total += n_bytes
         if np.prod(ways) == 1:

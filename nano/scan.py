@@ -1,12 +1,89 @@
-"""A layer run over stacked weights as one compiled loop: torch_xla's `scan`, lowered once instead of at every step."""
+"""One layer run over stacked weights as a compiled loop, traced once in the life of the process.
+
+`torch_xla.experimental.scan` traces the layer (with AOTAutograd, forward and backward) and lowers it to an XLA While.
+It does the lowering at every step, in Python, and it makes the backward loop hold all weights once more only to copy
+their sharding. Here the While of the first call is kept and called again, and sharding is left to the layer, which says
+it itself (`mark_sharding_with_gradients`). Host time for a step is then the same at any depth.
+"""
+from typing import Callable
+
 import torch
-from torch_xla.experimental.scan import scan as xla_scan
+import torch_xla
+from functorch.compile import default_partition
+from torch_xla.experimental.scan import _scan_impl_pytree, tree_flatten_none, value_and_grad_partitioned
+
+_traced = {}  # (layer, partition_fn, shapes and types) -> the forward and the backward loop
 
 
-_bodies = {}
+def scan(layer: Callable, x: torch.Tensor, stacked: dict[str, torch.Tensor],
+         partition_fn: Callable = default_partition) -> torch.Tensor:
+    """x = layer(x, {name: w[i] for name, w in stacked.items()}) for i = 0, 1, ..., differentiable.
+
+    `layer` must be the same object at each call, keep x's shape, and do nothing but compute from its arguments: random
+    numbers inside would be the same ones in each layer. `partition_fn` decides what the forward loop saves for the
+    backward loop and what is computed again; the default saves all.
+    """
+    key = (layer, partition_fn, x.shape, x.dtype, torch.is_grad_enabled(),
+           *((name, w.shape, w.dtype, w.requires_grad) for name, w in stacked.items()))
+    if key not in _traced:
+        def body(carry, w):
+            return layer(carry, w), None
+        forward, alias_input, backward = value_and_grad_partitioned(body, x, stacked, partition_fn, is_fn_pure=False)
+        _traced[key] = _Loop(forward), alias_input, _Loop(backward, reverse=True)
+    return _Scan.apply(_traced[key], list(stacked), x, *stacked.values())
 
 
-def scan(layer, x, stacked):
-    if layer not in _bodies:
-        _bodies[layer] = lambda carry, w: (layer(carry, w), None)
-    return xla_scan(_bodies[layer], x, stacked, is_fn_pure=True)[0]
+class _Scan(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, traced, names, x, *stacked):
+        forward, alias_input, ctx.backward_loop = traced
+        ctx.names, xs = names, dict(zip(names, stacked))
+        out, (_, saved) = forward(x, xs)
+        ctx.save_for_backward(*alias_input(saved, xs))  # what the forward loop saved, and those weights that are needed
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        grad_x, grads = ctx.backward_loop(grad_out, (None, ctx.saved_tensors))
+        return None, None, grad_x, *(grads[name] for name in ctx.names)
+
+
+class _Loop:
+    """`body(carry, slices) -> (carry, results)` along the first dimension: the first call lowers it, later ones reuse."""
+
+    def __init__(self, body: Callable, reverse: bool = False):
+        self.body, self.reverse, self.computation = body, reverse, None
+
+    @torch.no_grad()
+    def __call__(self, carry, xs):
+        if self.computation is None:
+            return self._first_call(carry, xs)
+        carry, _ = tree_flatten_none(carry)
+        xs, _ = tree_flatten_none(xs)
+        results = [torch.zeros(shape, dtype=dtype, device=xs[0].device) for shape, dtype in self.results]
+        start = torch.tensor(0, device=xs[0].device)
+        out = torch_xla._XLAC._xla_user_computation('xla::scan', (start, *carry, *xs, *results, *self.constants),
+                                                    self.computation)
+        carry, results = out[1:1 + len(carry)], out[1 + len(carry) + len(xs):][:len(results)]
+        return self.unflatten_carry(carry), self.unflatten_results(results)
+
+    def _first_call(self, carry, xs):
+        make = torch_xla._XLAC._xla_user_computation
+
+        def keep(name, inputs, computation):
+            self.computation, self.inputs = computation, inputs
+            return make(name, inputs, computation)
+
+        torch_xla._XLAC._xla_user_computation = keep
+        try:
+            out_carry, out_results = _scan_impl_pytree(self.body, carry, xs, reverse=self.reverse)
+        finally:
+            torch_xla._XLAC._xla_user_computation = make
+        carry, self.unflatten_carry = tree_flatten_none(out_carry)
+        results, self.unflatten_results = tree_flatten_none(out_results)
+        self.results = [(r.shape, r.dtype) for r in results]
+        # Constants of the body, such as the elements of a mask, are inputs of the While behind all others.
+        self.constants = self.inputs[1 + len(carry) + len(tree_flatten_none(xs)[0]) + len(results):]
+        del self.inputs
+        return out_carry, out_results
