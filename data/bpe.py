@@ -110,7 +110,7 @@ def train_tokenizer(pieces: list[str], vocab_size: int | None, path: str):
             kept.add(char)
             covered += counts[char]
     apart = re.compile('[' + re.escape(''.join(sorted(set(counts) - kept | {'\0', '\u2585'}))) + ']')
-    lines = [text for piece in pieces for line in LINE.findall(piece) for text in apart.split(line) if text] or [' ']
+    lines = [part for piece in pieces for line in LINE.findall(piece) for part in apart.split(line) if part.strip('\n')]
     model = io.BytesIO()
     train = functools.partial(
         importlib.import_module('sentencepiece').SentencePieceTrainer.train, model_writer=model, model_type='bpe',
@@ -118,14 +118,14 @@ def train_tokenizer(pieces: list[str], vocab_size: int | None, path: str):
         allow_whitespace_only_pieces=True, split_digits=True, character_coverage=1.0, max_sentence_length=1 << 20,
         num_threads=1, minloglevel=2)
     try:
-        train(sentence_iterator=iter(lines), vocab_size=size)
+        train(sentence_iterator=iter(lines or [' ']), vocab_size=size)
     except RuntimeError as e:
         most = re.search(r'set it to a value <= (\d+)', str(e))
         if not most:
             raise DataError(f'--vocab_size {size}: the tokenizer cannot be trained: {e}') from e
         if vocab_size:
             raise DataError(f'--vocab_size {size}: too high for this text, which gives at most {most[1]}') from e
-        train(sentence_iterator=iter(lines), vocab_size=int(most[1]))
+        train(sentence_iterator=iter(lines or [' ']), vocab_size=int(most[1]))
     with open(path, 'wb') as f:
         f.write(model.getvalue())
 

@@ -228,7 +228,8 @@ def is_finished(out: str, wanted: dict) -> bool:
         return False
     manifest = load_manifest(out)
     found, again = manifest.get('source', {}), 'choose another --out, or replace it with --force'
-    differ = [k if k == 'input files' else f'{k} was {found.get(k)!r}, now {v!r}' for k, v in wanted.items() if found.get(k) != v]
+    differ = [k if k == 'input files' else f'{k} was {found.get(k)!r}, now {v!r}'
+              for k, v in wanted.items() if found.get(k) != v]
     if differ:
         raise DataError(f'{out}: is complete, but made otherwise ({"; ".join(differ)}): {again}')
     for s in manifest['shards']:

@@ -24,7 +24,8 @@ from nano.tokenizer import load_tokenizer  # noqa: E402
 
 SCRIPT = os.path.join(ROOT, 'data', 'text.py')
 NASTY = ['a  b   c', ' lead', 'trail ', '\n\n\nx\n', 'x\r\n\r\ny', '\tif x:\t\ty', '\ufeffbom', 'nul\0nul',
-         'e\u0301 é ﬁ ①', '👩\u200d👩\u200d👧 🇺🇦', '<s>', '</s>', '<unk>', '<0x0A>', '<pad> <|endoftext|>', '中文，没有空格。', '\u2585 \u2047',
+         'e\u0301 é ﬁ ①', '👩\u200d👩\u200d👧 🇺🇦', '<s>', '</s>', '<unk>', '<0x0A>', '<pad> <|endoftext|>',
+         '中文，没有空格。', '\u2585 \u2047',
          '\x1b[0m', '1234567890', ' ', '\n', 'a', '\u200b\u00a0\u3000', 'مرحبا', '\U0010ffff', ' \n \n  \n', 'x' * 5000]
 
 
@@ -315,7 +316,8 @@ def test_bad_options_and_inputs(tmp_path, monkeypatch, capsys):
     os.symlink('nowhere', tmp_path / 'broken' / 'x.txt')
     a, out = str(tmp_path / 'a.txt'), str(tmp_path / 'out')
     for args, words_ in ((['--nope'], '--nope'), ([a, '--vocab_size', '12'], 'at least 260'),
-                         ([a, '--val_fraction', '1'], 'below 1'), ([a, '--vocab_size', 'x'], '--vocab_size'), ([a, '--split_on', ''], '--split_on'),
+                         ([a, '--val_fraction', '1'], 'below 1'), ([a, '--vocab_size', 'x'], '--vocab_size'),
+                         ([a, '--split_on', ''], '--split_on'),
                          ([a, '--shard_tokens', '0'], '--shard_tokens'), ([a, '--out', a], 'is a file'),
                          ([str(tmp_path / 'gone')], 'no such file'),
                          ([str(tmp_path / 'none')], 'no file in this folder'),
