@@ -106,6 +106,8 @@ def fetch(inputs: list[str], field: str, folder: str) -> tuple[list[str], str]:
         # A local copy: it is read twice, and the second time must see the same.
         datasets, (_, name_, config) = need('datasets', name), (name + ':').split(':')[:3]
         files.append(os.path.join(folder, f'{i}.jsonl'))
+        if not name_:
+            raise DataError(f'{name}: names no dataset: write hf:NAME or hf:NAME:CONFIG')
         try:
             stream = datasets.load_dataset(name_, config or None, split='train', streaming=True)
             with open(files[-1], 'w', encoding='utf-8') as f:
@@ -116,7 +118,7 @@ def fetch(inputs: list[str], field: str, folder: str) -> tuple[list[str], str]:
         except DataError:
             raise
         except Exception as e:  # whatever the network, the hub and the formats behind it raise
-            raise DataError(f'{name}: cannot be read: {type(e).__name__}: {str(e).splitlines()[0][:200]}') from e
+            raise DataError(f'{name}: cannot be read: {type(e).__name__}: {' '.join(str(e).split())[:200]}') from e
     return list(dict.fromkeys(files)), ', '.join(inputs)
 
 

@@ -7,6 +7,7 @@ The text is Shakespeare's plays, if a registry answers, Python's standard librar
 """
 import glob
 import os
+import resource
 import subprocess
 import sys
 import sysconfig
@@ -38,6 +39,11 @@ def text_py(*args: str) -> str:
     return subprocess.run([sys.executable, SCRIPT, *args], check=True, capture_output=True, text=True).stdout
 
 
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def speed(temp: str, files: list[str]):
     """Alternates the two, as the machine's speed drifts, and takes each one's best time."""
     folder = os.path.join(temp, 'speed')
@@ -55,19 +61,24 @@ def speed(temp: str, files: list[str]):
         f.write('\n'.join(p for p in copies if os.path.getsize(p)))
     text_py(folder, '--out', os.path.join(temp, 'model'))
     model = os.path.join(temp, 'model', 'tokenizer.model')
-    ours, theirs = [], []
+    ours, theirs, cpu = [], [], [cpu_seconds()]
     for i in range(3):
         done = subprocess.run([sys.executable, '-c', BASELINE, model, os.path.join(temp, 'baseline.bin'), names],
                               check=True, capture_output=True, text=True).stdout.split()
         theirs.append(float(done[1]))
+        cpu.append(cpu_seconds())
         t = time.perf_counter()
         out = text_py(folder, '--out', os.path.join(temp, f'ours{i}'), '--tokenizer', model, '--workers', '2')
         ours.append(time.perf_counter() - t)
+        cpu.append(cpu_seconds())
         assert f' {int(done[0]):,} tokens' in out, (done, out)
     print(f'{size:.1f} MB in {last} documents, {int(done[0]):,} tokens')
     print(f'sentencepiece, 1 process:     {size / min(theirs):6.2f} MB/s (start-up of Python left out)')
     print(f'data/text.py, 2 workers:      {size / min(ours):6.2f} MB/s (whole command: both passes, start-up, writing)')
-    print(f'ratio {min(theirs) / min(ours):.2f} (goal 1.8)', flush=True)
+    print(f'ratio {min(theirs) / min(ours):.2f} (goal 1.8)')
+    used = [b - a for a, b in zip(cpu, cpu[1:])]
+    print(f'CPU seconds, all processes and start-up: {min(used[::2]):.1f} against {min(used[1::2]):.1f}: '
+          f'two idle cores would give about {2 * min(used[::2]) / min(used[1::2]):.1f}', flush=True)
 
 
 def rss(pid: int) -> int:
