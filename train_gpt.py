@@ -10,7 +10,6 @@ Letters in names are dimensions: B sequences, T positions, S positions attended 
 V vocabulary, L layers, H query heads, K key/value heads, G = H / K query heads for each of these, C size of a head,
 X = H * C, Y = K * C.
 """
-import json
 import math
 import os
 import subprocess
@@ -26,7 +25,7 @@ import torch.nn.functional as F
 
 from nano import UserError, checkpoint, config, runtime, shards
 from nano.tokenizer import load_tokenizer
-from nano.track import Tracker
+from nano.track import Meter, Tracker
 
 
 @dataclass
@@ -73,7 +72,7 @@ class Config:
 
     log_every: int = 10  # steps between lines of metrics.jsonl
     eval_every: int = 250  # steps between evaluations, 0 only at the end
-    eval_windows: int = 0  # validation windows to evaluate; 0 is all
+    eval_windows: int = 128  # validation windows to evaluate, spread evenly over all; 0 is all
     save_every: int = 250  # steps between checkpoints; the last step is saved too; 0 is only that
     keep: int = 2  # checkpoints to keep
     sample_tokens: int = 200  # length of the text written at evaluations; 0 is none
@@ -263,13 +262,16 @@ def matmul_dtype(cfg: Config) -> torch.dtype:
 
 
 def loss_sums(model: GPT, ids_BT: torch.Tensor, targets_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of -log p(target), sum of log(Z)^2) over the targets that are not IGNORE, in float32."""
+    """(-log p(target), the same plus z_loss * log(Z)^2), each summed over the targets that are not IGNORE, in float32.
+    The second is what training makes small; the z-loss is PaLM's (Chowdhery et al. 2022, section 5)."""
     x_BTD = model(ids_BT)
     logits_BTV = matmul(x_BTD, model.head_VD.t()).float()
     log_z_BT = logits_BTV.logsumexp(-1)
     at_target_BT = logits_BTV.gather(-1, targets_BT.clamp(min=0).long()[..., None])[..., 0]
     counts_BT = targets_BT != shards.IGNORE
-    return ((log_z_BT - at_target_BT) * counts_BT).sum(), (log_z_BT.square() * counts_BT).sum()
+    nll = ((log_z_BT - at_target_BT) * counts_BT).sum()
+    z_loss = model.cfg.z_loss
+    return nll, nll + z_loss * (log_z_BT.square() * counts_BT).sum() if z_loss else nll
 
 
 # ---- Sharding: weights by the table, activations over (data, fsdp) by rows ----
@@ -364,8 +366,8 @@ def train_step(cfg: Config, model: GPT, state: dict, ids_BT: torch.Tensor, targe
     nll = torch.zeros((), device=ids_BT.device)
     for a in range(A):
         ids, targets = ids_BT.view(B // A, A, T)[:, a], targets_BT.view(B // A, A, T)[:, a]
-        nll_sum, z_sum = loss_sums(model, ids, targets)
-        ((nll_sum + cfg.z_loss * z_sum) / n_targets).backward()
+        nll_sum, objective = loss_sums(model, ids, targets)
+        (objective / n_targets).backward()
         nll = nll + nll_sum.detach()
     with torch.no_grad():
         loss = nll / n_targets
@@ -440,23 +442,20 @@ def main(argv: list[str] | None = None):
     except UserError as e:
         print(f'error: {e}', file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print(f'interrupted: the same command goes on from the newest checkpoint in {cfg.out}/ckpt', file=sys.stderr)
+        sys.exit(130)
 
 
 def run(cfg: Config):
+    # What can be refused is refused before the first compile.
     check(cfg)
-    here = Path(__file__).parent
-    if cfg.data == Config.data and not (here / cfg.data / 'manifest.json').exists():
-        print('no token shards yet: making them of the default text (data/text.py)', flush=True)
-        if code := subprocess.run([sys.executable, here / 'data' / 'text.py'], cwd=here).returncode:
-            raise UserError(f'data/text.py ended with {code}, see above; another text: python data/text.py FILE...')
-    if cfg.data == Config.data:
-        cfg = replace(cfg, data=str(here / cfg.data))
+    cfg = find_data(cfg)
     rt = runtime.start(cfg.device)
     import torch_xla
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.spmd as xs
 
-    # Everything that can be refused is refused here, before the first compile.
     mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
     row_shards = mesh.mesh_shape[0] * mesh.mesh_shape[1]
     if cfg.global_batch % (row_shards * cfg.accumulate):
@@ -474,6 +473,7 @@ def run(cfg: Config):
     if start_step >= cfg.steps:
         print(f'{cfg.out} is complete: step {start_step} of {cfg.steps}. More: a larger --steps; anew: another --out')
         return
+
     track = Tracker(out, cfg.steps, start_step, rt.main, asdict(cfg), cfg.wandb, rt.process_index)
     say = track.print
     if rt.main:
@@ -483,139 +483,143 @@ def run(cfg: Config):
     train = shards.Windows(cfg.data, 'train', cfg.seq_len, vocab_size)
     val = shards.Windows(cfg.data, 'val', cfg.seq_len, vocab_size) if 'val' in splits else None
     tokenizer = None
-    if manifest['tokenizer'] and manifest['separator'] is not None:
+    if cfg.sample_tokens and manifest['tokenizer'] and manifest['separator'] is not None:
         tokenizer = load_tokenizer(os.path.join(cfg.data, manifest['tokenizer']['file']))
 
     device = torch_xla.device()
     model, state = build(cfg, vocab_size, mesh, device)
     torch_xla.sync()
     check_model(cfg, model, state, vocab_size, mesh, say)
-    tensors = {**dict(model.named_parameters()), **state}
+    weights = dict(model.named_parameters())
     if resume:
-        checkpoint.load(resume, tensors)
+        checkpoint.load(resume, weights | state)
         say(f'goes on from {resume}')
     elif cfg.init_from:
         source = Path(cfg.init_from)
         source = source if (source / 'meta.json').exists() else checkpoint.newest(source / 'ckpt')
         if source is None:
             raise UserError(f'--init_from {cfg.init_from}: neither a checkpoint nor a run with one')
-        checkpoint.load(source, dict(model.named_parameters()))
+        checkpoint.load(source, weights)
         say(f'starts from the weights of {source}')
 
-    tokens_per_step = cfg.global_batch * cfg.seq_len
-    n_matmul = sum(w.numel() for w in model.parameters()) - (0 if cfg.tied else model.embed_VD.numel())
-    # Multiply-adds forward and backward, causal attention counted half (PaLM, appendix B, counts it in full).
+    n_weights = sum(w.numel() for w in weights.values())
+    n_matmul = n_weights - (0 if cfg.tied else model.embed_VD.numel())
+    # Forward and backward; attention is causal, so half of it counts (PaLM's appendix B counts all of it).
     flops_per_token = 6 * n_matmul + 6 * cfg.layers * cfg.heads * cfg.head_size * cfg.seq_len
-    say(f'{sum(w.numel() for w in model.parameters()) / 1e6:.1f}M parameters; mesh data,fsdp,tensor = {mesh.mesh_shape}; '
-        f'{tokens_per_step:,} tokens a step, {cfg.global_batch} sequences, {cfg.global_batch // row_shards} on each row '
-        f'of devices in {cfg.accumulate} micro-batches; {cfg.steps} steps are '
-        f'{cfg.steps * tokens_per_step / train.n_tokens:.2f} epochs of {train.n_tokens:,} tokens')
+    tokens_per_step = cfg.global_batch * cfg.seq_len
+    say(f'{n_weights / 1e6:.1f}M parameters on a mesh (data, fsdp, tensor) = {mesh.mesh_shape}; {tokens_per_step:,} '
+        f'tokens a step: {cfg.global_batch} sequences in {cfg.accumulate} micro-batches, '
+        f'{cfg.global_batch // row_shards // cfg.accumulate} for each of {row_shards} groups of devices; {cfg.steps:,} '
+        f'steps are {cfg.steps * tokens_per_step / train.n_tokens:.2f} epochs of {train.n_tokens:,} tokens')
     if val is None:
-        say(f'no validation tokens in {cfg.data}: nothing is evaluated')
-    say(f'first checkpoint after step {min(cfg.save_every or cfg.steps, cfg.steps)}; compiles now: evaluation, sampling, '
-        f'then the training step; none after')
+        say(f'{cfg.data} has no validation tokens: nothing is evaluated')
+    say(f'first checkpoint after step {min(cfg.save_every or cfg.steps, cfg.steps)}')
 
     row_sharding = xs.ShardingSpec(mesh, (BATCH, None))
 
-    def to_device(ids_BT, targets_BT):
-        return xm.send_cpu_data_to_device([torch.from_numpy(ids_BT), torch.from_numpy(targets_BT)], device, row_sharding)
+    def to_device(*arrays_BT):
+        return xm.send_cpu_data_to_device([torch.from_numpy(a) for a in arrays_BT], device, row_sharding)
 
-    rows = partial(runtime.rows_of_host, mesh=mesh, runtime=rt)
-    watch = runtime.CompileWatch(cfg.strict, say)
+    def rows(batch):
+        return runtime.rows_of_host(batch, mesh, rt)
+
+    bytes_per_token = shards.bytes_per_token(manifest, 'val')
     best = meta.get('best', math.inf)
-    val_bytes = sum(s['bytes'] or 0 for s in manifest['shards'] if s['split'] == 'val')
-    val_tokens = sum(s['tokens'] for s in manifest['shards'] if s['split'] == 'val')
+    text = ''
     started = time.perf_counter()
 
     def evaluate_and_sample(step: int, n_tokens: int):
-        nonlocal best
+        nonlocal best, text
         if val is not None:
             loss = evaluate(cfg, model, val, rows(cfg.global_batch // cfg.accumulate), to_device)
             best = min(best, loss)
-            # Nats a token to bits a byte: the whole split's tokens for each byte (separators count as tokens).
-            bpb = loss / math.log(2) * val_tokens / val_bytes if val_bytes else None
+            bpb = loss / math.log(2) / bytes_per_token if bytes_per_token else None
             track.log(step, val_loss=loss, val_bpb=bpb, tokens=step * tokens_per_step,
                       wall_s=time.perf_counter() - started)
             say(f'step {step}: validation loss {loss:.4f}' + (f', {bpb:.4f} bits per byte' if bpb else ''))
-        if tokenizer is not None and cfg.sample_tokens:
+        if tokenizer is not None:
             text = sample(cfg, model, tokenizer, vocab_size, manifest['separator'], to_device, row_shards, n_tokens)
-            if rt.main and n_tokens > 1:
+            if rt.main and step > start_step:
                 (out / 'samples').mkdir(exist_ok=True)
                 (out / 'samples' / f'step_{step:08d}.txt').write_text(text)
-            return text
 
     def save(step: int):
-        meta = dict(consumed=loader.position if step > start_step else start, vocab_size=vocab_size, best=best,
-                    config=asdict(cfg))
-        path = checkpoint.save(out / 'ckpt', step, tensors, meta, cfg.keep)
+        path = checkpoint.save(out / 'ckpt', step, weights | state, dict(
+            consumed=loader.position, vocab_size=vocab_size, best=best, config=asdict(cfg)), cfg.keep)
         say(f'step {step}: wrote {path}')
 
-    def report(step: int, metrics: torch.Tensor, lr: float, **more):
-        """Reads a step's metrics: this waits until the device has finished that step."""
+    bad_in_row = 0
+
+    def report(step: int, metrics: torch.Tensor, **more):
+        """Reads the metrics of a step, which waits until the device has done it, and records them."""
         nonlocal bad_in_row
         loss, norm, ok = metrics.cpu().tolist()
         bad_in_row = 0 if ok else bad_in_row + 1
         if not ok:
-            say(f'step {step}: loss {loss}, gradient norm {norm}: not finite, so this update was left out '
-                f'({bad_in_row} in a row)')
-        now = time.perf_counter()
-        n_steps, seconds = step - clock['step'], now - clock['time'] - clock['paused']
-        rate = n_steps * tokens_per_step / seconds if n_steps and seconds > 0 else math.nan
-        if step % cfg.log_every == 0 or step == cfg.steps or step == start_step + 1:
-            track.log(step, loss=loss, lr=lr, grad_norm=norm, tokens=step * tokens_per_step, tokens_per_s=rate,
-                      mfu=rate * flops_per_token / rt.peak_flops if rt.peak_flops else None, wall_s=now - started,
-                      skipped=not ok, rss_gb=runtime.rss_gb(), **more)
-            clock.update(step=step, time=now, paused=0.0)
-        track.progress(step, loss, rate)
-        return bad_in_row
+            say(f'step {step}: loss {loss}, gradient norm {norm}: this update was left out ({bad_in_row} in a row)')
+        tokens_per_s = meter.rate(step) * tokens_per_step if step > start_step + 1 else math.nan  # that one compiled
+        track.progress(step, loss, tokens_per_s)
+        if step % cfg.log_every == 0 or step in (start_step + 1, cfg.steps):
+            track.log(step, loss=loss, grad_norm=norm, tokens=step * tokens_per_step, tokens_per_s=tokens_per_s,
+                      mfu=tokens_per_s * flops_per_token / rt.peak_flops if rt.peak_flops else None,
+                      wall_s=time.perf_counter() - started, skipped=not ok, rss_gb=runtime.rss_gb(), **more)
+            meter.restart(step)
 
-    start = meta['consumed']
-    bad_in_row, pending = 0, None
-    with shards.Loader(train, cfg.global_batch, cfg.seed, start, rows(cfg.global_batch), to_device) as loader:
-        evaluate_and_sample(start_step, 1)
-        clock = dict(step=start_step, time=time.perf_counter(), paused=0.0)
+    watch = runtime.CompileWatch(cfg.strict, say)
+    with shards.Loader(train, cfg.global_batch, cfg.seed, meta['consumed'], rows(cfg.global_batch), to_device) as loader:
+        say('compiling evaluation and sampling, then the training step; nothing is compiled after that')
+        evaluate_and_sample(start_step, n_tokens=1)
+        meter = Meter(start_step)
+        unread = None  # the step before, whose metrics are read while the device works on this one
         for step in range(start_step + 1, cfg.steps + 1):
             ids_BT, targets_BT = next(loader)
             lr = lr_at(cfg, step - 1)
+            traced = time.perf_counter()
             # The device's random numbers depend on seed and step alone: nothing in between can shift them.
             xm.set_rng_state(runtime.seed_of(cfg.seed, step))
-            t = time.perf_counter()
-            if step == start_step + 1:
-                say(f'compiling the training step ...')
             metrics = train_step(cfg, model, state, ids_BT, targets_BT, torch.tensor(lr).to(device))
-            torch_xla.sync()  # the graph ends here; the device starts on it
-            more = dict(trace_ms=(time.perf_counter() - t) * 1e3, data_wait_s=loader.wait_s,
-                        compiles=watch.check(step, 'training step'))
-            if step == start_step + 1:
+            torch_xla.sync()  # here the graph ends, and the device starts on it
+            more = dict(lr=lr, trace_ms=(time.perf_counter() - traced) * 1e3, data_wait_s=loader.wait_s)
+            more['compiles'] = watch.check(step, 'training step')
+
+            first, last = step == start_step + 1, step == cfg.steps
+            evaluates = last or bool(cfg.eval_every) and step % cfg.eval_every == 0
+            saves = last or bool(cfg.save_every) and step % cfg.save_every == 0
+            if unread:
+                report(unread[0], unread[1], **unread[2])
+            unread = step, metrics, more
+            if first or evaluates or saves or bad_in_row:
+                report(step, metrics, **more)
+                unread = None
+            if first:
                 watch.all_compiled()
-                report(step, metrics, lr, **more)
-                clock.update(step=step, time=time.perf_counter())  # throughput leaves compiling out
                 say(f'compiled {more["compiles"]} graphs, {time.perf_counter() - started:.0f} s after the start')
-            else:
-                if pending:
-                    report(*pending[0], **pending[1])
-                pending = (step, metrics, lr), more
-            last = step == cfg.steps
-            due_eval = last or cfg.eval_every and step % cfg.eval_every == 0
-            due_save = last or cfg.save_every and step % cfg.save_every == 0
-            if due_eval or due_save or bad_in_row >= cfg.max_bad:
-                if pending:
-                    report(*pending[0], **pending[1])
-                    pending = None
-                t = time.perf_counter()
+                meter.restart(step)  # throughput leaves compiling out
+            with meter.pause():
                 if bad_in_row >= cfg.max_bad:
                     save(step)
-                    raise UserError(f'{bad_in_row} steps in a row without a finite loss and gradient: stopped at step '
-                                    f'{step}; the weights are those before them. Look at the data, lower --lr')
-                if due_eval:
-                    text = evaluate_and_sample(step, cfg.sample_tokens)
-                if due_save:
+                    raise UserError(f'step {step}: {bad_in_row} steps in a row without a finite loss and gradient. The '
+                                    f'weights are those before them. Look at the data, or lower --lr')
+                if evaluates:
+                    evaluate_and_sample(step, cfg.sample_tokens)
+                if saves:
                     save(step)
-                watch.check(step, 'evaluation or saving')
-                clock['paused'] += time.perf_counter() - t
-    if tokenizer is not None and cfg.sample_tokens:
-        say(f'a sample after {cfg.steps} steps:\n{text}')
+                watch.check(step, 'evaluating or saving')
     track.close()
+    if rt.main and text:
+        print(f'\nA sample after {cfg.steps} steps:\n\n{text}')
+
+
+def find_data(cfg: Config) -> Config:
+    """The default data are made when they are missing; with any other --data that is the user's to do."""
+    if cfg.data != Config.data:
+        return cfg
+    here = Path(__file__).resolve().parent
+    if not (here / cfg.data / 'manifest.json').exists():
+        print('no token shards yet: making them of the default text (data/text.py)', flush=True)
+        if code := subprocess.run([sys.executable, here / 'data' / 'text.py', '--out', here / cfg.data]).returncode:
+            raise UserError(f'data/text.py ended with {code}, see above; another text: python data/text.py FILE...')
+    return replace(cfg, data=str(here / cfg.data))
 
 
 if __name__ == '__main__':

@@ -118,7 +118,8 @@ def fetch(inputs: list[str], field: str, folder: str) -> tuple[list[str], str]:
         except DataError:
             raise
         except Exception as e:  # whatever the network, the hub and the formats behind it raise
-            raise DataError(f'{name}: cannot be read: {type(e).__name__}: {' '.join(str(e).split())[:200]}') from e
+            what = ' '.join(str(e).split())[:200]  # one line
+            raise DataError(f'{name}: cannot be read: {type(e).__name__}: {what}') from e
     return list(dict.fromkeys(files)), ', '.join(inputs)
 
 

@@ -141,6 +141,31 @@ class Tracker:
             self.print(f'wandb did not start, so this run goes on without it: {e}')
 
 
+class Meter:
+    """Steps per second of the training alone: without compiling, evaluating, sampling and saving."""
+
+    def __init__(self, step: int):
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """Measures from here on: `step` has just ended."""
+        self._step, self._time, self._paused = step, time.perf_counter(), 0.0
+
+    @contextlib.contextmanager
+    def pause(self):
+        """What happens inside does not count."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused += time.perf_counter() - begin
+
+    def rate(self, step: int) -> float:
+        """Steps per second since the last restart, nan before the first step after it."""
+        seconds = time.perf_counter() - self._time - self._paused
+        return (step - self._step) / seconds if step > self._step and seconds > 0 else math.nan
+
+
 def _plain(value: Any) -> Any:
     value = value.item() if hasattr(value, 'item') else value  # numpy's and torch's scalars
     return None if isinstance(value, float) and not math.isfinite(value) else value
