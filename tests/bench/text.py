@@ -78,7 +78,7 @@ def speed(temp: str, files: list[str]):
     print(f'ratio {min(theirs) / min(ours):.2f} (goal 1.8)')
     used = [b - a for a, b in zip(cpu, cpu[1:])]
     print(f'CPU seconds, all processes and start-up: {min(used[::2]):.1f} against {min(used[1::2]):.1f}: '
-          f'two idle cores would give about {2 * min(used[::2]) / min(used[1::2]):.1f}', flush=True)
+          f'on two idle cores at most {2 * min(used[::2]) / min(used[1::2]):.1f}', flush=True)
 
 
 def rss(pid: int) -> int:
