@@ -420,8 +420,6 @@ def sample(cfg: Config, model: GPT, tokenizer, vocab_size: int, separator: int, 
     prompt = tokenizer.encode(cfg.prompt) if cfg.prompt else []
     text, context = list(prompt), [separator, *prompt][-T:]
     for _ in range(n_tokens):
-        if len(context) == T:
-            context = context[T // 2:] if T > 1 else []
         context_BT = np.zeros((rows, T), np.int32)
         context_BT[:, :len(context)] = context
         ids_BT, _ = to_device(context_BT, context_BT)
@@ -436,6 +434,8 @@ def sample(cfg: Config, model: GPT, tokenizer, vocab_size: int, separator: int, 
             token = int(torch.multinomial((logits_V / cfg.temperature).softmax(-1), 1, generator=generator))
         text.append(token)
         context.append(token)
+        if len(context) > T:
+            context = context[-max(1, T // 2):]
     model.train()
     return tokenizer.decode(text)
 
@@ -446,7 +446,7 @@ def main(argv: list[str] | None = None):
     cfg = config.parse(Config, PRESETS, argv, __doc__)
     try:
         run(cfg)
-    except UserError as e:
+    except (UserError, OSError) as e:  # OSError: a folder that cannot be made or written
         print(f'error: {e}', file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -463,6 +463,9 @@ def run(cfg: Config):
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.spmd as xs
 
+    if rt.process_count > 1:
+        raise UserError(f'{rt.process_count} hosts: checkpoints are written by one host only so far, so this would lose '
+                        f'the run; use a slice with one host (v5e-8, v6e-8, v4-8)')
     mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
     row_shards = mesh.mesh_shape[0] * mesh.mesh_shape[1]
     if cfg.global_batch % (row_shards * cfg.accumulate):
@@ -548,7 +551,7 @@ def run(cfg: Config):
             text = sample(cfg, model, tokenizer, vocab_size, manifest['separator'], to_device, row_shards, n_tokens)
             if rt.main and step > start_step:
                 (out / 'samples').mkdir(exist_ok=True)
-                (out / 'samples' / f'step_{step:08d}.txt').write_text(text)
+                (out / 'samples' / f'step_{step:08d}.txt').write_text(text, encoding='utf-8')
 
     def save(step: int):
         path = checkpoint.save(out / 'ckpt', step, weights | state, dict(

@@ -39,6 +39,7 @@ class Runtime:
     process_index: int
     process_count: int
     versions: str
+    local_devices: tuple[int, ...]  # this host's, as numbers in the mesh; not always a run of them (v5e: 0, 1, 4, 5)
 
     @property
     def main(self) -> bool:
@@ -55,6 +56,12 @@ def process_index_and_count() -> tuple[int, int]:
     """(index, count) of the hosts' processes. The one source of both, for tests to replace."""
     import torch_xla.runtime as xr
     return xr.process_index(), xr.process_count()
+
+
+def local_device_ids() -> tuple[int, ...]:
+    """The numbers of this host's devices among all, for tests to replace."""
+    import torch_xla
+    return tuple(int(name.split(':')[1]) for name in torch_xla._XLAC._xla_get_runtime_devices())
 
 
 def check_versions(requirements: Path = Path(__file__).parent.parent / 'requirements.txt') -> str:
@@ -120,14 +127,14 @@ def start(device: str, timeout_s: float = 600,
     try:
         xr.use_spmd()
         index, count = process_index_and_count()
-        n_devices = xr.global_runtime_device_count()
+        n_devices, local = xr.global_runtime_device_count(), local_device_ids()
         kind = 'cpu' if device == 'cpu' else _chip_name()
     except RuntimeError as e:
         raise UserError(f'the {device.upper()} did not start: {str(e).splitlines()[0]} (another process of yours may '
                         f'hold it: look with `sudo lsof /dev/accel* /dev/vfio/*`)') from e
     ready.set()
-    say(f'host {index} of {count}: {xr.addressable_runtime_device_count()} of {n_devices} {kind} devices')
-    return Runtime(kind, n_devices, index, count, versions)
+    say(f'host {index} of {count}: {len(local)} of {n_devices} {kind} devices')
+    return Runtime(kind, n_devices, index, count, versions, local)
 
 
 def tpu_chips() -> int:
@@ -176,12 +183,10 @@ def mesh_shape(sizes: str, n_devices: int) -> tuple[int, ...]:
 
 def rows_of_host(global_batch: int, mesh, runtime: Runtime) -> np.ndarray:
     """Rows of the global batch that this host's devices need, when rows are sharded over (data, fsdp)."""
-    n_local = runtime.n_devices // runtime.process_count
-    mine = range(runtime.process_index * n_local, (runtime.process_index + 1) * n_local)
     groups = np.asarray(mesh.device_ids).reshape(mesh.mesh_shape[0] * mesh.mesh_shape[1], mesh.mesh_shape[2])
     per_group = global_batch // len(groups)
     return np.concatenate([np.arange(g * per_group, (g + 1) * per_group)
-                           for g, ids in enumerate(groups) if any(i in mine for i in ids)])
+                           for g, ids in enumerate(groups) if set(ids) & set(runtime.local_devices)])
 
 
 def seed_of(*parts: object) -> int:
