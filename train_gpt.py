@@ -81,7 +81,7 @@ class Config:
     wandb: str = ''  # project to log to; empty does not use wandb
 
 
-GPT2_SIZE = dict(device='tpu', seq_len=1024, head_size=128, steps=19000, global_batch=512, lr=6e-4, warmup=700,
+GPT2_SIZE = dict(seq_len=1024, head_size=128, steps=19000, global_batch=512, lr=6e-4, warmup=700,
                  eval_every=500, save_every=500, eval_windows=10240)
 LLAMA_SIZE = dict(GPT2_SIZE, seq_len=2048, rope_theta=500000.0, lr=3e-4, warmup=2000, steps=50000, z_loss=1e-4)
 PRESETS = {
