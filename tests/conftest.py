@@ -7,7 +7,7 @@ import sys
 # The runtime reads both when its client is made, once per process, so this stands before any test imports torch_xla.
 os.environ['PJRT_DEVICE'] = 'CPU'
 os.environ['CPU_NUM_DEVICES'] = '8'
-# LLVM's optimizations take 3/4 of the 10 to 25 s that compiling a tiny training step costs, and save nothing at this size.
+# LLVM's optimizations take 3/4 of the 10 to 25 s of compiling a tiny training step, and save nothing at that size.
 os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0'
 
 import pytest  # noqa: E402
@@ -35,9 +35,10 @@ def seed():
 @pytest.fixture(scope='session')
 def corpus(tmp_path_factory):
     """A folder of token shards that data/text.py made of modules of the standard library, with 350 token ids."""
-    out = tmp_path_factory.mktemp('corpus') / 'shards'
+    out = str(tmp_path_factory.mktemp('corpus') / 'shards')
     library = os.path.dirname(os.__file__)
     files = [f'{library}/{name}.py' for name in 'abc argparse ast bdb bisect calendar cmd code codecs copy csv'.split()]
-    subprocess.run([sys.executable, f'{os.path.dirname(os.path.dirname(__file__))}/data/text.py', *files, '--out', out, '--vocab_size', '350',
-                    '--split_on', '\\n\\n\\n', '--val_fraction', '0.1', '--workers', '1'], check=True)
-    return str(out)
+    script = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), 'data', 'text.py')
+    subprocess.run([sys.executable, script, *files, '--split_on', r'\n\n\n', '--vocab_size', '350', '--val_fraction', '0.1',
+                    '--workers', '1', '--out', out], check=True)
+    return out
