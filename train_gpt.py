@@ -445,7 +445,9 @@ def sample(cfg: Config, model: GPT, tokenizer, vocab_size: int, separator: int, 
 def main(argv: list[str] | None = None):
     cfg = config.parse(Config, PRESETS, argv, __doc__)
     try:
-        run(cfg)
+        check(cfg)
+        with checkpoint.alone(cfg.out):
+            run(cfg)
     except (UserError, OSError) as e:  # OSError: a folder that cannot be made or written
         print(f'error: {e}', file=sys.stderr)
         sys.exit(2)
@@ -455,8 +457,7 @@ def main(argv: list[str] | None = None):
 
 
 def run(cfg: Config):
-    # What can be refused is refused before the first compile.
-    check(cfg)
+    # What can be refused is refused before the first compile, and before the run's folder is touched.
     cfg = find_data(cfg)
     rt = runtime.start(cfg.device)
     import torch_xla
@@ -476,9 +477,18 @@ def run(cfg: Config):
     vocab_size = manifest['vocab_size']
     out = Path(cfg.out)
     resume = checkpoint.newest(out / 'ckpt')
-    meta = checkpoint.read_meta(resume) if resume else {'step': 0, 'consumed': 0}
-    if resume and meta['vocab_size'] != vocab_size:
-        raise UserError(f'{resume} was trained with a vocabulary of {meta["vocab_size"]}, {cfg.data} has {vocab_size}')
+    tokenizer_hash = manifest['tokenizer'] and manifest['tokenizer']['sha256']
+    meta, changed = {'step': 0, 'consumed': 0}, {}
+    if resume:
+        meta = checkpoint.read_meta(resume, *META)
+        changed = check_same_model(cfg, resume, meta, vocab_size, tokenizer_hash)
+    elif cfg.init_from:
+        source = Path(cfg.init_from)
+        source = source if (source / 'meta.json').exists() else checkpoint.newest(source / 'ckpt')
+        if source is None:
+            raise UserError(f'--init_from {cfg.init_from}: neither a checkpoint nor a run with one')
+        check_same_model(cfg, source, checkpoint.read_meta(source, *META), vocab_size, tokenizer_hash,
+                         may_differ=('rope_theta', 'norm_eps'))  # as for longer sequences than before
     start_step = meta['step']
     if start_step >= cfg.steps:
         print(f'{cfg.out} is complete: step {start_step} of {cfg.steps}. More: a larger --steps; anew: another --out')
@@ -503,12 +513,8 @@ def run(cfg: Config):
     weights = dict(model.named_parameters())
     if resume:
         checkpoint.load(resume, weights | state)
-        say(f'goes on from {resume}')
+        say(f'goes on from {resume}' + ''.join(f', --{k} {new} (was {old})' for k, (old, new) in changed.items()))
     elif cfg.init_from:
-        source = Path(cfg.init_from)
-        source = source if (source / 'meta.json').exists() else checkpoint.newest(source / 'ckpt')
-        if source is None:
-            raise UserError(f'--init_from {cfg.init_from}: neither a checkpoint nor a run with one')
         checkpoint.load(source, weights)
         say(f'starts from the weights of {source}')
 
@@ -555,7 +561,8 @@ def run(cfg: Config):
 
     def save(step: int):
         path = checkpoint.save(out / 'ckpt', step, weights | state, dict(
-            consumed=loader.position, vocab_size=vocab_size, best=best, config=asdict(cfg)), cfg.keep)
+            consumed=loader.position, vocab_size=vocab_size, tokenizer=tokenizer_hash, best=best, config=asdict(cfg)),
+            cfg.keep)
         say(f'step {step}: wrote {path}')
 
     bad_in_row = 0
@@ -616,8 +623,29 @@ def run(cfg: Config):
                     save(step)
                 watch.check(step, 'evaluating or saving')
     track.close()
-    if rt.main and text:
-        print(f'\nA sample after {cfg.steps} steps:\n\n{text}')
+    if text:
+        say(f'\nA sample after {cfg.steps} steps:\n\n{text}')
+
+
+META = 'consumed', 'vocab_size', 'tokenizer', 'config'  # what a checkpoint says of itself beside its step
+SHAPE = ('layers', 'width', 'heads', 'kv_heads', 'head_size', 'mlp_width', 'tied', 'qk_norm', 'rope_theta', 'norm_eps')
+
+
+def check_same_model(cfg: Config, path: Path, meta: dict, vocab_size: int, tokenizer_hash: str | None,
+                     may_differ: tuple = ()) -> dict:
+    """Refuses a checkpoint of another model or tokenizer: many of these have weights of the same shapes, and would go on
+    with a high loss and no error. Returns {option: (value then, value now)} of the other options that differ."""
+    then = meta['config']
+    changed = {k: (then[k], v) for k, v in asdict(cfg).items() if k in then and then[k] != v}
+    if other := [f'--{k} {changed[k][0]}, not {changed[k][1]}' for k in SHAPE
+                if k in changed and k not in may_differ]:
+        raise UserError(f'{path} was trained with {"; ".join(other)}: use its values, or another --out')
+    if meta['vocab_size'] != vocab_size:
+        raise UserError(f'{path} was trained with a vocabulary of {meta["vocab_size"]}, {cfg.data} has {vocab_size}')
+    if meta['tokenizer'] != tokenizer_hash:
+        raise UserError(f'{path} was trained on ids of another tokenizer than that of {cfg.data}: prepare the text with '
+                        f'the first one (data/text.py --tokenizer FILE)')
+    return {k: v for k, v in changed.items() if k not in ('preset', 'out', 'init_from')}
 
 
 def find_data(cfg: Config) -> Config:

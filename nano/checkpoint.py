@@ -3,12 +3,14 @@
 A checkpoint is a folder `step_00001000` with one file `meta.json` written last: a folder without it is not complete
 and is never read. It is written under another name and renamed, so that a kill leaves nothing that looks finished.
 """
+import contextlib
+import fcntl
 import json
 import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator
 
 import torch
 
@@ -21,18 +23,23 @@ def save(folder: str | Path, step: int, tensors: dict[str, torch.Tensor], meta: 
     Only the newest `keep` checkpoints stay. Raises OSError if the disk does not take it.
     """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
     folder = Path(folder)
     final, temp = folder / f'step_{step:08d}', folder / f'step_{step:08d}.tmp'
-    if final.exists():
+    if (final / 'meta.json').exists():
         return final
-    shutil.rmtree(temp, ignore_errors=True)
+    for old in (final, temp):  # incomplete: of a kill, or of a copy that was broken off
+        shutil.rmtree(old, ignore_errors=True)
     temp.mkdir(parents=True)
     # per_thread_copy_ahead=0: with torchax imported, copying ahead asks it for a stream and fails.
     writer = dcp.FileSystemWriter(temp, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # of torch about torch_xla's planner and of what one process is
-        dcp.save(tensors, storage_writer=writer, planner=SPMDSavePlanner(), no_dist=True)
+        try:
+            dcp.save(tensors, storage_writer=writer, planner=SPMDSavePlanner(), no_dist=True)
+        except (CheckpointException, RuntimeError) as e:  # what torch makes of an error of the disk
+            raise OSError(f'{temp} cannot be written ({_cause(e)})') from e
     with open(temp / 'meta.json', 'w') as f:
         json.dump({'step': step, **meta}, f, indent=1)
         f.flush()
@@ -62,12 +69,15 @@ def newest(folder: str | Path) -> Path | None:
     return found[-1] if found else None
 
 
-def read_meta(path: str | Path) -> dict[str, Any]:
-    """The `meta` that was saved with the checkpoint at `path`. Raises UserError."""
+def read_meta(path: str | Path, *names: str) -> dict[str, Any]:
+    """The `meta` that was saved with the checkpoint at `path`, which must have `names`. Raises UserError."""
     try:
-        return json.loads((Path(path) / 'meta.json').read_text())
+        meta = json.loads((Path(path) / 'meta.json').read_text())
+        if not isinstance(meta, dict) or not {'step', *names} <= meta.keys():
+            raise ValueError(f'meta.json lacks one of step, {", ".join(names)}')
+        return meta
     except (OSError, ValueError) as e:
-        raise UserError(f'{path} is no checkpoint that can be read: {e}') from e
+        raise UserError(f'{path} is no checkpoint that can be read ({e}): delete it to use the one before') from e
 
 
 def load(path: str | Path, tensors: dict[str, torch.Tensor]):
@@ -87,5 +97,33 @@ def load(path: str | Path, tensors: dict[str, torch.Tensor]):
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
             dcp.load(tensors, storage_reader=reader, planner=SPMDLoadPlanner(), no_dist=True)
-    except (OSError, EOFError, CheckpointException) as e:
-        raise UserError(f'{path} cannot be read ({str(e).splitlines()[0]}): delete it to use the one before') from e
+    except UserError:
+        raise
+    except (Exception, CheckpointException) as e:  # a damaged pickle raises anything
+        raise UserError(f'{path} cannot be read ({_cause(e)}): delete it to use the one before') from e
+
+
+def _cause(e: BaseException) -> str:
+    """One line: the first failure within torch's CheckpointException, which by itself says only that there are some."""
+    for inner, _ in getattr(e, 'failures', {}).values():
+        return _cause(inner)
+    return f'{type(e).__name__}: {e}'.splitlines()[0]
+
+
+@contextlib.contextmanager
+def alone(folder: str | Path) -> Iterator[None]:
+    """Makes the folder and holds it for this process among those of this machine: two runs that write the same
+    checkpoints destroy each other's. The lock ends with the process, however that ends. Raises UserError."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        os.close(fd)
+        raise UserError(f'--out {folder}: another run is writing there: wait for it, or choose another --out') from e
+    except OSError:
+        pass  # a network's file system without locks
+    try:
+        yield
+    finally:
+        os.close(fd)
