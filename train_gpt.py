@@ -12,6 +12,7 @@ X = H * C, Y = K * C, Q queries in a block, R = G * Q rows.
 """
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -125,6 +126,8 @@ def check(cfg: Config):
                         f'query heads, so the second must divide the first')
     if cfg.head_size % 2:
         raise UserError(f'--head_size {cfg.head_size}: must be even, rotary positions turn pairs')
+    if any('\ud800' <= c <= '\udfff' for c in cfg.prompt):
+        raise UserError(f'--prompt {ascii(cfg.prompt)}: is not UTF-8')
     if cfg.global_batch % cfg.accumulate:
         raise UserError(f'--global_batch {cfg.global_batch} --accumulate {cfg.accumulate}: the second must divide the '
                         f'first')
@@ -505,12 +508,17 @@ def run(cfg: Config):
     tokenizer = None
     if cfg.sample_tokens and manifest['tokenizer'] and manifest['separator'] is not None:
         tokenizer = load_tokenizer(os.path.join(cfg.data, manifest['tokenizer']['file']))
+        if any(i >= vocab_size for i in tokenizer.encode(cfg.prompt)):
+            raise UserError(f'--prompt {cfg.prompt}: its token ids go beyond the vocabulary of {vocab_size} of {cfg.data}')
 
     device = torch_xla.device()
     model, state = build(cfg, vocab_size, mesh, device)
     torch_xla.sync()
     check_model(cfg, model, state, vocab_size, mesh, say)
     weights = dict(model.named_parameters())
+    n_bytes = sum(t.numel() * t.element_size() for t in (weights | state).values())
+    if (free := shutil.disk_usage(out).free) < n_bytes:
+        raise UserError(f'{out}: {free / 1e6:,.1f} MB are free there, a checkpoint takes {n_bytes / 1e6:,.1f}')
     if resume:
         checkpoint.load(resume, weights | state)
         say(f'goes on from {resume}' + ''.join(f', --{k} {new} (was {old})' for k, (old, new) in changed.items()))
@@ -554,7 +562,8 @@ def run(cfg: Config):
                       wall_s=time.perf_counter() - started)
             say(f'step {step}: validation loss {loss:.4f}' + (f', {bpb:.4f} bits per byte' if bpb else ''))
         if tokenizer is not None:
-            text = sample(cfg, model, tokenizer, vocab_size, manifest['separator'], to_device, row_shards, n_tokens)
+            n_ids = min(vocab_size, tokenizer.vocab_size)  # a vocabulary may be padded: GPT-2's to 50,304
+            text = sample(cfg, model, tokenizer, n_ids, manifest['separator'], to_device, row_shards, n_tokens)
             if rt.main and step > start_step:
                 (out / 'samples').mkdir(exist_ok=True)
                 (out / 'samples' / f'step_{step:08d}.txt').write_text(text, encoding='utf-8')

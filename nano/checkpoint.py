@@ -39,7 +39,8 @@ def save(folder: str | Path, step: int, tensors: dict[str, torch.Tensor], meta: 
         try:
             dcp.save(tensors, storage_writer=writer, planner=SPMDSavePlanner(), no_dist=True)
         except (CheckpointException, RuntimeError) as e:  # what torch makes of an error of the disk
-            raise OSError(f'{temp} cannot be written ({_cause(e)})') from e
+            shutil.rmtree(temp, ignore_errors=True)
+            raise OSError(f'{temp} cannot be written ({_cause(e)}): is the disk full?') from e
     with open(temp / 'meta.json', 'w') as f:
         json.dump({'step': step, **meta}, f, indent=1)
         f.flush()
