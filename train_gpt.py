@@ -603,7 +603,8 @@ def run(cfg: Config):
             traced = time.perf_counter()
             # The device's random numbers depend on seed and step alone: nothing in between can shift them.
             xm.set_rng_state(runtime.seed_of(cfg.seed, step))
-            metrics = train_step(cfg, model, state, ids_BT, targets_BT, torch.tensor(lr).to(device))
+            # Not a scalar: torch_xla merges equal scalars (lr and --z_loss both 1e-4) and compiles 0 and 1 in.
+            metrics = train_step(cfg, model, state, ids_BT, targets_BT, torch.tensor([lr]).to(device))
             more = dict(lr=lr, trace_ms=(time.perf_counter() - traced) * 1e3, data_wait_s=loader.wait_s)
             torch_xla.sync()  # here the graph ends, and the device starts on it as soon as it is free
             more['compiles'] = watch.check(step, 'training step')
