@@ -16,6 +16,7 @@ import train_gpt
 from nano import UserError, runtime, shards
 from nano.tokenizer import load_tokenizer
 
+torch.set_num_threads(1)  # for tiny products threads only wait for one another
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB = 350  # of 384 rows: the table is padded to full tiles
 SMALL = train_gpt.Config(device='cpu', layers=3, width=64, heads=8, kv_heads=4, head_size=8, mlp_width=96, seq_len=32,
@@ -31,7 +32,7 @@ ON_ONE = {
     'scanned': dict(accumulate=4, qk_norm=True),
     'unrolled': dict(scan=False, layers=2, tied=False, z_loss=0.01),
 }
-LRS = 3e-3, 1e-2, 0.0, 4e-3
+LRS = 3e-3, 1e-2, 0.0, 1e-4  # among them 0 and those that equal z_loss and adam_eps: torch_xla treats such apart
 
 
 # A plain decoder: one sequence of nn.Linear-like products for each layer, in float64
@@ -136,14 +137,28 @@ def device_steps(cfg, mesh, weights, batches, lrs):
     import torch_xla
     model, state, to_device = on_device(cfg, mesh, weights)
     out = []
+    compiled = runtime.n_compiles()
     for batch, lr in zip(batches, lrs):
-        metrics = train_gpt.train_step(cfg, model, state, *to_device(*batch), torch.tensor(lr).to(torch_xla.device()))
+        metrics = train_gpt.train_step(cfg, model, state, *to_device(*batch), torch.tensor([lr]).to(torch_xla.device()))
         torch_xla.sync()
         loss, norm, ok = metrics.cpu().tolist()
         assert ok == 1
-        grads = {n: state[f'adam_m.{n}'].cpu() / (1 - cfg.beta1) for n in weights} if not out else None
+        grads = {n: whole(state[f'adam_m.{n}']) / (1 - cfg.beta1) for n in weights} if not out else None
         out.append((loss, norm, grads))
-    return out, {n: w.detach().cpu() for n, w in model.named_parameters()}
+    assert runtime.n_compiles() == compiled + 1
+    return out, {n: whole(w) for n, w in model.named_parameters()}
+
+
+def whole(t):
+    """A device tensor on the host, put together from its shards: .cpu() would leave it replicated, to compile anew."""
+    import torch_xla.distributed.spmd as xs
+    sharded = xs.wrap_if_sharded(t.detach())
+    if sharded is t or not isinstance(sharded, xs.XLAShardedTensor):
+        return t.detach().cpu()
+    out = torch.empty(t.shape)
+    for part in sharded.local_shards:
+        out[tuple(part.indices) if isinstance(part.indices, list) else part.indices] = part.unpadded_data
+    return out
 
 
 def close(found, expected, what, tolerance=3e-5):
@@ -222,10 +237,7 @@ def test_training_on_8_devices_is_plain_pytorchs(devices, case):
     options, mesh = CASES[case]
     cfg = replace(SMALL, **options)
     args = make_weights(cfg, 0), list(make_batches(cfg, 0)), LRS
-    compiled = runtime.n_compiles()
-    found = device_steps(cfg, runtime.make_mesh(mesh, 8), *args)
-    print('compiles', runtime.n_compiles() - compiled)
-    compare_steps(found, plain_steps(cfg, *args))
+    compare_steps(device_steps(cfg, runtime.make_mesh(mesh, 8), *args), plain_steps(cfg, *args))
 
 
 @pytest.mark.parametrize('case', ON_ONE)
@@ -244,10 +256,11 @@ def model_222(devices, corpus):
 def test_evaluation_is_the_plain_mean_over_the_validation_tokens(model_222, one_device, corpus):
     weights = {n: w.double() for n, w in make_weights(TEXT, 2).items()}
     tokens = read_shard(f'{corpus}/val_000000.bin')
-    nats = []
-    for start in range(0, len(tokens) - 1, TEXT.seq_len):  # a new context each, the last one shorter
-        part = torch.tensor(tokens[start:start + TEXT.seq_len + 1])
-        nats.append(F.cross_entropy(plain_logits(TEXT, weights, part[None, :-1])[0], part[1:], reduction='none'))
+    T, n_full = TEXT.seq_len, (len(tokens) - 1) // TEXT.seq_len  # each window is a context of its own, the last is short
+    parts = [tokens[:n_full * T].reshape(-1, T), tokens[1:n_full * T + 1].reshape(-1, T)], \
+        [tokens[n_full * T:-1][None], tokens[n_full * T + 1:][None]]
+    nats = [row for ids, targets in parts for row in F.cross_entropy(
+        plain_logits(TEXT, weights, torch.tensor(ids)).transpose(1, 2), torch.tensor(targets), reduction='none')]
     chosen = [nats[i * len(nats) // 21] for i in range(21)]
     assert len(nats[-1]) < TEXT.seq_len and len(nats) % TEXT.global_batch, 'padding in both directions is not tested'
     for found in (model_222, one_device['evaluation and text']):
@@ -269,8 +282,8 @@ def test_sampled_text_is_the_plain_models(model_222, one_device, corpus):
         text = tokenizer.encode(prompt)
         context = [tokenizer.separator, *text]
         for _ in range(n):
-            if len(context) == TEXT.seq_len:
-                context = context[TEXT.seq_len // 2:]
+            if len(context) > TEXT.seq_len:
+                context = context[-(TEXT.seq_len // 2):]
             logits = plain_logits(TEXT, weights, torch.tensor([context]))[0, -1, :VOCAB].float()
             logits[tokenizer.separator] = -math.inf
             text.append(int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
@@ -284,3 +297,227 @@ def test_sampled_text_is_the_plain_models(model_222, one_device, corpus):
     for _, texts, compiles in (model_222, one_device['evaluation and text']):
         assert texts == expected
         assert compiles <= 2
+
+
+@pytest.mark.parametrize('family', ['Llama', 'Qwen3'])
+def test_logits_are_huggingfaces(devices, family):
+    """The same weights in transformers' LlamaForCausalLM (tied) and Qwen3ForCausalLM (qk_norm, a head of its own)."""
+    import torch_xla
+    import transformers
+    qwen = family == 'Qwen3'
+    cfg = replace(SMALL, qk_norm=qwen, tied=not qwen, rope_theta=700.0, norm_eps=1e-3)
+    weights = make_weights(cfg, 4)
+    theirs = getattr(transformers, f'{family}ForCausalLM')(getattr(transformers, f'{family}Config')(
+        vocab_size=384, hidden_size=cfg.width, intermediate_size=cfg.mlp_width, num_hidden_layers=cfg.layers,
+        num_attention_heads=cfg.heads, num_key_value_heads=cfg.kv_heads, head_dim=cfg.head_size, hidden_act='silu',
+        rms_norm_eps=cfg.norm_eps, tie_word_embeddings=cfg.tied, max_position_embeddings=cfg.seq_len,
+        rope_parameters={'rope_type': 'default', 'rope_theta': cfg.rope_theta}))
+    names = {'wq': 'self_attn.q_proj', 'wk': 'self_attn.k_proj', 'wv': 'self_attn.v_proj', 'wo': 'self_attn.o_proj',
+             'w_gate': 'mlp.gate_proj', 'w_up': 'mlp.up_proj', 'w_down': 'mlp.down_proj', 'q_norm': 'self_attn.q_norm',
+             'k_norm': 'self_attn.k_norm', 'attn_norm': 'input_layernorm', 'mlp_norm': 'post_attention_layernorm'}
+    moved = {'model.embed_tokens.weight': weights['embed_VD'], 'model.norm.weight': weights['final_norm_D'],
+             'lm_head.weight': weights['embed_VD' if cfg.tied else 'head_VD']}
+    for name, w in weights.items():
+        if '_L' in name:
+            for n in range(cfg.layers):
+                moved[f'model.layers.{n}.{names[name.rsplit("_", 1)[0]]}.weight'] = w[n].T if w.dim() == 3 else w[n]
+    theirs.load_state_dict(moved)
+    ids = next(make_batches(cfg, 4))[0]
+    with torch.no_grad():
+        expected = theirs(ids.long()).logits
+        if not qwen:  # compiling twice is not worth the 8 seconds
+            model, _, to_device = on_device(cfg, runtime.make_mesh('1,4,2', 8), weights)
+            mine = model(*to_device(ids)) @ model.head_VD.t()
+            torch_xla.sync()
+            close(mine.cpu(), expected, 'logits')
+        # The same class without a mesh is a plain module.
+        mine = train_gpt.GPT(replace(cfg, scan=False), {n: torch.nn.Parameter(w) for n, w in weights.items()})
+        close(mine(ids) @ mine.head_VD.t(), expected, 'logits without a mesh')
+
+
+def test_schedules():
+    cfg = replace(SMALL, lr=2.0, steps=100, warmup=10, final_lr=0.25, decay=0.3)
+    cosine, wsd = ([train_gpt.lr_at(replace(cfg, schedule=s), n) for n in range(100)] for s in ('cosine', 'wsd'))
+    for lrs in (cosine, wsd):
+        assert lrs[:11] == pytest.approx([2.0 * (n + 1) / 11 for n in range(11)])  # above 0 at once, then the highest
+        assert min(lrs) > 0 and max(lrs) == 2.0
+    assert cosine[10:] == pytest.approx([0.5 + 1.5 * (1 + math.cos(math.pi * (n - 10) / 90)) / 2 for n in range(10, 100)])
+    assert wsd[10:71] == [2.0] * 61
+    assert wsd[70:] == pytest.approx([2.0 - 1.5 * (n - 70) / 30 for n in range(70, 100)])
+    for schedule in ('cosine', 'wsd'):
+        for steps in range(1, 6):  # no division by zero, nothing negative, in the shortest runs
+            for warmup in (0, 1, 5, 50):
+                for decay in (0.0, 0.5, 1.0):
+                    short = replace(cfg, schedule=schedule, steps=steps, warmup=warmup, decay=decay, final_lr=0.0)
+                    assert all(0 < train_gpt.lr_at(short, n) <= 2.0 for n in range(steps)), short
+
+
+def test_a_step_that_is_not_finite_changes_nothing(devices):
+    """A weight that is infinite or NaN: the update is left out, and each weight and moment keeps its bits."""
+    import torch_xla
+    cfg = replace(SMALL, **CASES['fsdp'][0])
+    batch = next(make_batches(cfg, 0))
+    for bad in (math.inf, math.nan, 0.0):
+        weights = make_weights(cfg, 0)
+        weights['w_up_LDF'][1, 2, 3] = bad
+        model, state, to_device = on_device(cfg, runtime.make_mesh('1,8,1', 8), weights)
+        before = {n: whole(t) for n, t in (dict(model.named_parameters()) | state).items()}
+        metrics = train_gpt.train_step(cfg, model, state, *to_device(*batch), torch.tensor([0.1]).to(torch_xla.device()))
+        torch_xla.sync()
+        loss, _, ok = metrics.cpu().tolist()
+        after = {n: whole(t) for n, t in (dict(model.named_parameters()) | state).items()}
+        assert ok == math.isfinite(loss) == (bad == 0)
+        same = [torch.equal(before[n].view(torch.int32), after[n].view(torch.int32)) for n in before]
+        assert all(same) if bad else not any(same)
+
+
+def test_dropout_masks(devices):
+    """Weights are chosen so that output o of the network's 6 (2 a layer) writes a constant to 8 channels of its own;
+    the constants that arrive show the masks that the scanned layers used."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    cfg = replace(SMALL, dropout=0.25)
+    weights = {n: torch.zeros(w.shape) for n, w in make_weights(cfg, 0).items()}
+    weights['embed_VD'][:, 63] = 1  # the last channel is never written: all others are measured against it
+    for name in ('attn_norm_LD', 'mlp_norm_LD'):
+        weights[name][:, 63] = 1 / 8  # so that the layers see 1 in the last channel and 0 elsewhere
+    for name in ('wv_LDY', 'w_gate_LDF', 'w_up_LDF'):
+        weights[name][:, 63] = 1
+    weights['final_norm_D'] += 1
+    small = 1e-3
+    for n in range(3):
+        weights['wo_LXD'][n, 0, 16 * n:16 * n + 8] = small
+        weights['w_down_LFD'][n, 0, 16 * n + 8:16 * n + 16] = small / F.silu(torch.tensor(1.0))
+    model, _, to_device = on_device(cfg, runtime.make_mesh('2,4,1', 8), weights)
+    ids = to_device(next(make_batches(cfg, 0))[0])
+
+    @torch.no_grad()
+    def masks(*seed):  # [B, T, 6, 8]
+        xm.set_rng_state(runtime.seed_of(*seed))
+        x_BTD = model(*ids)
+        torch_xla.sync()
+        x_BTD = x_BTD.cpu()
+        return (x_BTD[..., :48] / x_BTD[..., 63:] / small).unflatten(-1, (6, 8))
+
+    one, again, other_step, other_seed = masks(1, 1), masks(1, 1), masks(1, 2), masks(2, 1)
+    kept = one > 0.5
+    torch.testing.assert_close(one, kept / 0.75, rtol=1e-3, atol=1e-4)
+    assert abs(kept.float().mean() - 0.75) < 0.02 and abs(one.mean() - 1) < 0.02
+    assert torch.equal(one, again)
+
+    def alike(a, b):  # 0.75 ** 2 + 0.25 ** 2 if they have nothing to do with each other
+        return abs(((a > 0.5) == (b > 0.5)).float().mean() - 0.625) < 0.06
+
+    assert alike(one, other_step) and alike(one, other_seed)
+    assert all(alike(one[:, :, i], one[:, :, j]) for i in range(6) for j in range(i))  # layers, and their two outputs
+    assert all(alike(one[i], one[j]) for i in range(16) for j in range(i))  # rows: within a device, and across
+    assert all(alike(one[:, i], one[:, i + 1]) for i in range(31))  # positions
+    model.eval()
+    torch.testing.assert_close(masks(1, 1), torch.ones(16, 32, 6, 8), rtol=1e-3, atol=1e-4)
+
+
+def test_guards_of_a_model(devices, monkeypatch, capsys):
+    import torch_xla
+    import torch_xla.distributed.spmd as xs
+    mesh = runtime.make_mesh('1,4,2', 8)
+
+    def check(change=None):
+        model, state, _ = on_device(SMALL, mesh)
+        if change:
+            change(model, state)
+        train_gpt.check_model(SMALL, model, state, VOCAB, mesh, print)
+
+    check()
+    table = capsys.readouterr().out
+    # name, shape, axes, and bytes of a device: 3 * 64 * 96 float32 over 8 devices
+    assert any(line.split() == ['w_up_LDF', '(3,', '64,', '96)', '(None,', "'fsdp',", "'tensor')", '0.01']
+               for line in table.splitlines()), table
+    assert all(name in table for name in train_gpt.weight_shapes(SMALL, VOCAB))
+
+    def untie(model, state):
+        model.head_VD = torch.nn.Parameter(model.embed_VD.detach().clone())
+
+    def lose_a_moment(model, state):
+        del state['adam_v.wq_LDX']
+
+    def another_weight(model, state):
+        model.bias_D = torch.nn.Parameter(torch.zeros(64).to(torch_xla.device()))
+        state.update({'adam_m.bias_D': None, 'adam_v.bias_D': None})
+
+    def not_marked(model, state):
+        model.w_up_LDF = torch.nn.Parameter(torch.zeros(3, 64, 96).to(torch_xla.device()))
+
+    def half_precision(model, state):
+        model.w_up_LDF = torch.nn.Parameter(model.w_up_LDF.detach().bfloat16())
+
+    for change, message in ((untie, 'tied'), (lose_a_moment, 'optimizer'), (another_weight, 'bias_D'),
+                            (not_marked, 'w_up_LDF is not sharded'), (half_precision, 'float32')):
+        with pytest.raises(UserError, match=message):
+            check(change)
+    monkeypatch.setitem(train_gpt.SHARDING, 'w_up_LDF', (None, None, None))
+    with pytest.raises(UserError, match='on every device in full'):
+        check()
+
+
+def test_first_weights_depend_on_seed_and_name_alone(devices, monkeypatch):
+    mesh = runtime.make_mesh('1,-1,1', 8)
+
+    def first(host, seed=1, **options):
+        monkeypatch.setattr(runtime, 'process_index_and_count', lambda: (host, 4))
+        torch.manual_seed(host)
+        np.random.seed(host)
+        model, _, _ = on_device(replace(SMALL, seed=seed, **options), mesh)
+        return {n: whole(w) for n, w in model.named_parameters()}
+
+    a, b, other, untied = first(0), first(3), first(0, seed=2), first(0, tied=False)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    assert all(torch.equal(a[n], untied[n]) for n in a)  # another weight beside it changes none
+    matrices = [n for n in a if 'norm' not in n]
+    assert not any(torch.equal(a[n], other[n]) for n in matrices)
+    for n in matrices:
+        expected = 0.02 / math.sqrt(6) if n in ('wo_LXD', 'w_down_LFD') else 0.02
+        assert a[n].std().item() == pytest.approx(expected, rel=0.05) and abs(a[n].mean()) < expected / 20, n
+    assert not torch.equal(a['wq_LDX'][0], a['wq_LDX'][1])  # nor are two layers the same
+
+
+def test_rows_of_hosts(devices):
+    """Each device finds its rows among those that its host reads, wherever hosts are cut and however devices are numbered."""
+    import torch_xla
+    order = np.random.default_rng(5).permutation(8)
+    for sizes in ('1,8,1', '8,1,1', '4,2,1', '2,2,2', '1,2,4', '1,1,8'):
+        for numbering in (np.arange(8), order):
+            shape = runtime.mesh_shape(sizes, 8)
+            mesh = SimpleNamespace(device_ids=numbering, mesh_shape=shape)
+            coordinates = {d: np.unravel_index(i, shape) for i, d in enumerate(numbering)}
+            per_group = 16 // (shape[0] * shape[1])
+            for n_hosts in (1, 2, 4, 8):
+                read = []
+                for host in range(n_hosts):
+                    mine = tuple(range(host * 8 // n_hosts, (host + 1) * 8 // n_hosts))
+                    rt = runtime.Runtime('cpu', 8, host, n_hosts, '', mine)
+                    rows = runtime.rows_of_host(16, mesh, rt)
+                    needed = {(coordinates[d][0] * shape[1] + coordinates[d][1]) * per_group + r
+                              for d in mine for r in range(per_group)}
+                    assert sorted(rows) == sorted(needed), (sizes, n_hosts, host)
+                    read += list(rows)
+                assert set(read) == set(range(16))
+                if numbering is not order and shape[2] <= 8 // n_hosts:
+                    assert len(read) == 16  # nothing twice, when the devices of a tensor axis share a host
+    # What torch_xla puts on each device is what is computed above.
+    for sizes in ('2,2,2', '1,8,1'):
+        mesh = runtime.make_mesh(sizes, 8)
+        _, _, to_device = on_device(SMALL, mesh)
+        ids, _ = to_device(np.arange(16, dtype=np.int32)[:, None].repeat(32, 1), np.zeros((16, 32), np.int32))
+        shards_, = torch_xla._XLAC._get_local_shards([ids])
+        for device, (part, name) in enumerate(shards_):
+            assert name.endswith(f':{device}')
+            rt = runtime.Runtime('cpu', 8, device, 8, '', (device,))
+            assert part[:, 0].tolist() == runtime.rows_of_host(16, mesh, rt).tolist()
+
+
+def test_mesh_sizes():
+    assert runtime.mesh_shape('1,-1,1', 8) == (1, 8, 1) and runtime.mesh_shape('-1,2,2', 8) == (2, 2, 2)
+    assert runtime.mesh_shape('1,1,1', 1) == (1, 1, 1)
+    for sizes in ('', '8', '1,8', '2,2,1', '-1,-1,1', '3,-1,1', '0,8,1', '-2,-4,1', '1,8,1,1', 'a,b,c', '1.0,8,1', '1,16,1'):
+        with pytest.raises(UserError, match='--mesh'):
+            runtime.mesh_shape(sizes, 8)
