@@ -1,0 +1,372 @@
+"""Whole runs of train_gpt.py: in this process on 8 devices, where equal graphs are compiled once, and as a user starts it."""
+import contextlib
+import io
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import _thread
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt
+from nano import runtime, shards
+from nano.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.slow  # not yet run as a whole
+ROOT = Path(__file__).resolve().parent.parent
+# 192 windows of 79, so two epochs end on the way. The highest lr equals z_loss and the last but one equals norm_eps:
+# torch_xla would merge equal scalars, which changes the graph.
+OPTIONS = '''--device cpu --layers 2 --width 64 --heads 4 --kv_heads 2 --head_size 16 --mlp_width 96 --seq_len 32
+--global_batch 16 --dropout 0.1 --z_loss 0.01 --norm_eps 0.0066666 --lr 0.01 --schedule wsd --warmup 2 --decay 0.5 --final_lr 0
+--steps 12 --log_every 1 --eval_every 4 --save_every 3 --keep 9 --sample_tokens 12'''.split()
+METRICS = 'step loss lr grad_norm tokens tokens_per_s mfu data_wait_s trace_ms compiles wall_s'.split()
+
+
+@pytest.fixture(scope='module')
+def data(corpus, tmp_path_factory):
+    """2,500 tokens to train on and 700 to validate, of the corpus."""
+    folder = tmp_path_factory.mktemp('data')
+    shutil.copy(f'{corpus}/tokenizer.model', folder)
+    tokenizer = load_tokenizer(f'{folder}/tokenizer.model')
+    manifest = shards.load_manifest(corpus)
+    entries = []
+    for split, n in (('train', 2500), ('val', 700)):
+        with open(f'{corpus}/{split}_000000.bin', 'rb') as f:
+            tokens = np.frombuffer(f.read()[1024:], '<u2')[:n]
+        writer = shards.ShardWriter(str(folder), split, 'uint16', 1000)
+        writer.add(tokens, n_bytes=len(tokenizer.decode(tokens).encode()))
+        entries += writer.close()
+    shards.write_manifest(str(folder), dict(manifest, shards=entries))
+    return folder
+
+
+def run(out, data, *options):
+    """Exit code, stdout and stderr of the script's main."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    code = 0
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        try:
+            train_gpt.main([*OPTIONS, '--out', str(out), '--data', str(data), *map(str, options)])
+        except SystemExit as e:
+            code = e.code
+    print(stdout.getvalue(), stderr.getvalue())
+    return code, stdout.getvalue(), stderr.getvalue()
+
+
+def metrics(out):
+    """Two lists of lines: of steps and of evaluations."""
+    lines = [json.loads(line) for line in (out / 'metrics.jsonl').read_text().splitlines()]
+    return [x for x in lines if 'loss' in x], [x for x in lines if 'val_loss' in x]
+
+
+def stored(out, step):
+    """The tensors of a checkpoint, read by PyTorch alone."""
+    import torch.distributed.checkpoint as dcp
+    reader = dcp.FileSystemReader(out / 'ckpt' / f'step_{step:08d}')
+    found = {n: torch.empty(t.size) for n, t in reader.read_metadata().state_dict_metadata.items()}
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+@pytest.fixture(scope='module')
+def whole(data, tmp_path_factory):
+    """A run that nothing interrupted, and that may not compile after its first step."""
+    out = tmp_path_factory.mktemp('whole')
+    code, stdout, stderr = run(out, data, '--strict')
+    assert code == 0, stderr
+    return out, stdout
+
+
+def test_a_run_compiles_before_its_second_step_only(whole):
+    out, stdout = whole
+    steps, _ = metrics(out)
+    assert len({x['compiles'] for x in steps}) == 1
+    assert f'compiled {steps[0]["compiles"]} graphs' in stdout
+    assert 'warning' not in stdout
+
+
+def test_what_a_run_leaves(whole, data):
+    out, stdout = whole
+    steps, evals = metrics(out)
+    assert [x['step'] for x in steps] == list(range(1, 13)) and [x['step'] for x in evals] == [0, 4, 8, 12]
+    assert all(set(METRICS) <= set(x) for x in steps)
+    assert [x['tokens'] for x in steps] == [512 * n for n in range(1, 13)]
+    assert [x['lr'] for x in steps] == pytest.approx(
+        [0.01 / 3, 0.02 / 3, *[0.01] * 5, 0.05 / 6, 0.04 / 6, 0.03 / 6, 0.02 / 6, 0.01 / 6])
+    assert all(x['tokens_per_s'] > 0 for x in steps[1:]) and steps[0]['tokens_per_s'] is None
+    assert all(x['mfu'] is None and x['trace_ms'] > 0 and x['data_wait_s'] >= 0 for x in steps)
+    manifest = shards.load_manifest(str(data))
+    n_bytes = sum(s['bytes'] for s in manifest['shards'] if s['split'] == 'val')
+    for x in evals:
+        assert x['val_bpb'] == pytest.approx(x['val_loss'] / math.log(2) * 700 / n_bytes)
+    assert evals[0]['val_loss'] == pytest.approx(math.log(384), abs=0.1) and evals[-1]['val_loss'] < 5
+    assert sorted(p.name for p in (out / 'ckpt').iterdir()) == [f'step_{n:08d}' for n in (3, 6, 9, 12)]
+    assert json.loads((out / 'config.json').read_text())['z_loss'] == 0.01
+    assert sorted(p.name for p in (out / 'samples').iterdir()) == [f'step_{n:08d}.txt' for n in (4, 8, 12)]
+    assert (out / 'samples' / 'step_00000012.txt').read_text(encoding='utf-8') in stdout
+    assert 'first checkpoint after step 3' in stdout and '1.00' not in stdout.split('epochs')[0][-5:]
+
+
+def test_a_finished_run_says_so(whole, data):
+    out, _ = whole
+    before = (out / 'metrics.jsonl').read_bytes()
+    code, stdout, _ = run(out, data)
+    assert code == 0 and 'is complete: step 12 of 12' in stdout and (out / 'metrics.jsonl').read_bytes() == before
+
+
+def same_run(out, other, exact):
+    for mine, theirs in zip(metrics(out), metrics(other)):
+        assert [x['step'] for x in mine] == [x['step'] for x in theirs]
+        for a, b in zip(mine, theirs):
+            for name in {'loss', 'grad_norm', 'lr', 'val_loss'} & set(a):
+                assert a[name] == pytest.approx(b[name], rel=0 if exact else 1e-4, abs=0), (a['step'], name)
+    mine, theirs = stored(out, 12), stored(other, 12)
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        assert torch.equal(mine[name], theirs[name]) if exact else torch.allclose(mine[name], theirs[name], atol=1e-4)
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(whole, data, tmp_path):
+    """Ctrl-C after the checkpoint of step 6; evaluations at 0 and 6 are those of the second start. Bit for bit."""
+    def interrupt():
+        until = time.monotonic() + 100
+        while not (tmp_path / 'ckpt/step_00000006').exists() and time.monotonic() < until:
+            time.sleep(0.001)
+        _thread.interrupt_main()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    code, _, stderr = run(tmp_path, data)
+    thread.join()
+    assert code == 130 and 'goes on from the newest checkpoint' in stderr and 'Traceback' not in stderr
+    code, stdout, _ = run(tmp_path, data, '--strict')
+    assert code == 0 and 'goes on from' in stdout
+    lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+    start = int(stdout.split('goes on from ')[1].split('step_')[1][:8])
+    kept = [x for x in lines if not ('val_loss' in x and x['step'] == start and start % 4)]  # that of the new start
+    (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(x) + '\n' for x in kept))
+    same_run(tmp_path, whole[0], exact=True)
+
+
+def test_a_killed_run_goes_on_with_other_devices(whole, data, tmp_path):
+    """`kill -9` of a process with one device after the checkpoint of step 3; 8 devices take the run over."""
+    command = [sys.executable, ROOT / 'train_gpt.py', *OPTIONS, '--data', data, '--out', tmp_path, '--strict']
+    with open(tmp_path / 'said', 'w') as said:
+        process = subprocess.Popen(command, cwd=tmp_path, env=dict(os.environ, CPU_NUM_DEVICES='1'), stdout=said,
+                                   stderr=subprocess.STDOUT)
+        while not (tmp_path / 'ckpt/step_00000003').exists():
+            assert process.poll() is None, (tmp_path / 'said').read_text()
+            time.sleep(0.001)
+        process.kill()
+        process.wait()
+    said = (tmp_path / 'said').read_text()
+    steps, evals = metrics(tmp_path)
+    assert steps[-1]['step'] < 12 and {x['compiles'] for x in steps} == {4}, said
+    assert 'compiled 4 graphs' in said  # the first weights, evaluation, sampling, the training step
+    assert evals[0]['val_loss'] == pytest.approx(metrics(whole[0])[1][0]['val_loss'], rel=1e-6)
+    code, stdout, _ = run(tmp_path, data, '--strict')
+    assert code == 0 and 'goes on from' in stdout
+    mine, theirs = metrics(tmp_path)[0], metrics(whole[0])[0]
+    assert [x['loss'] for x in mine] == pytest.approx([x['loss'] for x in theirs], rel=1e-4)
+
+
+def test_init_from_takes_the_weights_alone(whole, data, tmp_path):
+    out, _ = whole
+    for source in (out, out / 'ckpt' / 'step_00000009'):
+        new = tmp_path / source.name
+        assert run(new, data, '--init_from', source, '--steps', 1, '--sample_tokens', 0)[0] == 0
+        steps, evals = metrics(new)
+        assert steps[0]['step'] == 1 and steps[0]['tokens'] == 512
+        if source == out:
+            assert evals[0]['val_loss'] == metrics(out)[1][-1]['val_loss']
+        assert stored(new, 1)['adam_t'] == 1
+    code, _, stderr = run(tmp_path / 'new', data, '--init_from', tmp_path / 'nothing')
+    assert code == 2 and '--init_from' in stderr and not stderr.count('\n') > 1
+    code, _, stderr = run(tmp_path / 'new', data, '--init_from', out, '--width', 128)
+    assert code == 2 and '--width 64, not 128' in stderr
+
+
+def test_a_run_stops_when_nothing_is_finite_any_more(data, tmp_path):
+    """A learning rate of 1e30 makes weights that are finite and whose loss is not."""
+    code, stdout, stderr = run(tmp_path, data, '--lr', 1e30, '--warmup', 0, '--max_bad', 3, '--save_every', 1,
+                               '--eval_every', 0)
+    assert code == 2 and stderr.startswith('error: step 4: 3 steps in a row') and stderr.count('\n') == 1
+    assert stdout.count('this update was left out') == 3
+    steps, _ = metrics(tmp_path)
+    assert [x['skipped'] for x in steps] == [False, True, True, True] and steps[1]['loss'] is None
+    good, last = stored(tmp_path, 1), stored(tmp_path, 4)
+    assert all(torch.equal(good[n], last[n]) and last[n].isfinite().all() for n in good)
+
+
+def test_a_graph_that_changes_is_reported(data, tmp_path, monkeypatch, whole):
+    step = train_gpt.train_step
+
+    def changing(cfg, model, state, ids, targets, lr):
+        out = step(cfg, model, state, ids, targets, lr)
+        changing.calls += 1
+        return out + torch.zeros(changing.calls, device=out.device).sum() if changing.calls > 4 else out
+
+    monkeypatch.setattr(train_gpt, 'train_step', changing)
+    changing.calls = 0
+    code, stdout, stderr = run(tmp_path / 'a', data, '--steps', 6, '--eval_every', 0, '--save_every', 0)
+    assert code == 0 and not stderr
+    assert [n for n in range(1, 7) if f'warning: step {n}, training step: 1 compile(s)' in stdout] == [5, 6]
+    changing.calls = 0
+    code, stdout, stderr = run(tmp_path / 'b', data, '--steps', 6, '--eval_every', 0, '--save_every', 0, '--strict')
+    # The graph of step 5 is in the cache now; of step 7 there is none.
+    if code == 0:
+        changing.calls = 100
+        code, stdout, stderr = run(tmp_path / 'c', data, '--steps', 6, '--eval_every', 0, '--save_every', 0, '--strict')
+        changing.calls = 4
+    assert code == 2 and 'compile(s) after the first step' in stderr and '--strict' in stderr
+
+
+def test_loss_falls_on_text(corpus, tmp_path):
+    code, _, stderr = run(tmp_path, corpus, '--steps', 80, '--eval_every', 0, '--save_every', 0, '--log_every', 10)
+    assert code == 0, stderr
+    steps, evals = metrics(tmp_path)
+    assert steps[0]['loss'] > 5.8 and steps[-1]['loss'] < 4.2 and evals[-1]['val_loss'] < 4.4, (steps, evals)
+
+
+BAD = {  # options: what the one line must name
+    '--layers 0': '--layers 0: must be at least 1',
+    '--steps 0': '--steps',
+    '--steps -5': '--steps',
+    '--steps many': "--steps 'many': expected a whole number",
+    '--global_batch 12': '--global_batch 12: must be a multiple of 8 .* such as 16',
+    '--global_batch 20 --accumulate 2': '--global_batch 20: must be a multiple of 16 .* such as 32',
+    '--global_batch 16 --accumulate 3': '--accumulate 3',
+    '--accumulate 0': '--accumulate',
+    '--mesh 3,1,1': '--mesh 3,1,1 does not fill the 8 devices',
+    '--mesh 8': '--mesh 8: expected 3 sizes',
+    '--mesh 2,-1,-1': '--mesh',
+    '--heads 4 --kv_heads 3': '--heads 4 --kv_heads 3',
+    '--head_size 15': '--head_size 15: must be even',
+    '--lr 0': '--lr',
+    '--lr -1e-3': '--lr',
+    '--lr nan': '--lr',
+    '--lr 1e-3x': '--lr',
+    '--dropout 1': '--dropout',
+    '--beta2 1': '--beta2',
+    '--final_lr 2': '--final_lr',
+    '--decay -0.1': '--decay',
+    '--warmup -1': '--warmup',
+    '--temperature -1': '--temperature',
+    '--schedule linear': '--schedule linear',
+    '--dtype float16': '--dtype float16',
+    '--device gpu': '--device gpu',
+    '--eval_every -1': '--eval_every',
+    '--keep 0': '--keep',
+    '--preset 125m': '124m',
+    '--learning_rate 1': 'learning_rate',
+    '--warm_up 3': 'did you mean --warmup',
+    '--strict maybe': "'maybe' is no option",
+    'train': "'train' is no option",
+    '--out /dev/null/x': '/dev/null/x',
+    '--data nowhere': 'nowhere: no such folder',
+    '--seq_len': '--seq_len needs a value',
+    '--prompt \udcff': '--prompt',
+}
+
+
+@pytest.mark.parametrize('options', BAD, ids=ascii)
+def test_bad_options_are_one_line(options, data, tmp_path):
+    import re
+    compiled = runtime.n_compiles()
+    code, _, stderr = run(tmp_path / 'run', data, *options.split())
+    assert code == 2 and stderr.startswith('error: ') and stderr.count('\n') == 1 and len(stderr) < 400, stderr
+    assert re.search(BAD[options], stderr), stderr
+    assert runtime.n_compiles() == compiled and not (tmp_path / 'run' / 'metrics.jsonl').exists()
+
+
+def broken(data, tmp_path, change):
+    folder = tmp_path / 'data'
+    shutil.copytree(data, folder)
+    (folder / '.verified.json').unlink(missing_ok=True)
+    change(folder)
+    return folder
+
+
+def flip(folder):
+    path = folder / 'train_000001.bin'
+    text = bytearray(path.read_bytes())
+    text[1500] ^= 1
+    path.write_bytes(text)
+
+
+def smaller_vocabulary(folder):
+    manifest = shards.load_manifest(str(folder))
+    shards.write_manifest(str(folder), dict(manifest, vocab_size=20))
+
+
+@pytest.mark.parametrize('change, message', [
+    (flip, 'train_000001.bin: sha256 is'),
+    (lambda folder: os.truncate(folder / 'train_000002.bin', 1501), 'train_000002.bin: truncated'),
+    (lambda folder: os.remove(folder / 'val_000000.bin'), 'val_000000.bin: cannot be read'),
+    (lambda folder: os.remove(folder / 'manifest.json'), 'has no manifest.json'),
+    (lambda folder: (folder / 'manifest.json').write_text('{"format": 1'), 'is not readable JSON'),
+    (lambda folder: os.remove(folder / 'tokenizer.model'), 'tokenizer.model: named by the manifest, cannot be read'),
+    (smaller_vocabulary, 'outside the vocabulary of 20'),
+])
+def test_bad_data_are_one_line(change, message, data, tmp_path):
+    code, _, stderr = run(tmp_path / 'run', broken(data, tmp_path, change))
+    assert code == 2 and stderr.startswith('error: ') and stderr.count('\n') == 1 and message in stderr, stderr
+
+
+def test_data_without_validation_or_tokenizer_train(data, tmp_path):
+    def change(folder):
+        manifest = shards.load_manifest(str(folder))
+        rest = [s for s in manifest['shards'] if s['split'] == 'train']
+        shards.write_manifest(str(folder), dict(manifest, shards=rest, tokenizer=None, separator=None))
+    code, stdout, stderr = run(tmp_path / 'run', broken(data, tmp_path, change), '--steps', 2)
+    assert code == 0 and 'no validation tokens' in stdout, stderr
+    assert metrics(tmp_path / 'run')[1] == []
+
+
+def test_refusals_before_devices_are_asked_for(data, tmp_path, monkeypatch):
+    for name in ('XLA_USE_BF16', 'XLA_DOWNCAST_BF16'):
+        with monkeypatch.context() as m:
+            m.setenv(name, '1')
+            code, _, stderr = run(tmp_path, data)
+            assert code == 2 and f'error: {name} is set' in stderr
+    if not runtime.tpu_chips():
+        code, _, stderr = run(tmp_path, data, '--device', 'tpu')
+        assert code == 2 and 'no TPU on this machine' in stderr and '--device cpu' in stderr
+    with monkeypatch.context() as m:
+        m.setattr(runtime, 'process_index_and_count', lambda: (1, 4))
+        code, _, stderr = run(tmp_path, data)
+        assert code == 2 and '4 hosts' in stderr
+    assert not (tmp_path / 'metrics.jsonl').exists()
+
+
+def test_another_model_or_tokenizer_does_not_go_on(whole, data, tmp_path):
+    shutil.copytree(whole[0], tmp_path / 'run')
+    for options, message in ((('--heads', 2, '--head_size', 32), '--heads 4, not 2'), (('--norm_eps', 1e-3), '--norm_eps')):
+        code, _, stderr = run(tmp_path / 'run', data, '--steps', 20, *options)
+        assert code == 2 and message in stderr and stderr.count('\n') == 1
+
+    def change(folder):
+        manifest = shards.load_manifest(str(folder))
+        with open(folder / 'tokenizer.model', 'ab') as f:
+            f.write(b'\x00')
+        tokenizer = dict(file='tokenizer.model', sha256=shards.file_sha256(folder / 'tokenizer.model'))
+        shards.write_manifest(str(folder), dict(manifest, tokenizer=tokenizer))
+    code, _, stderr = run(tmp_path / 'run', broken(data, tmp_path, change), '--steps', 20)
+    assert code == 2 and 'another tokenizer' in stderr
+
+
+def test_the_process_ends_as_main_says(tmp_path):
+    """One line, no traceback, exit code 2; and 0 for --help."""
+    for options, code, message in ((['--heads', '3'], 2, 'error: --heads 3'), (['--help'], 0, '--z_loss float')):
+        done = subprocess.run([sys.executable, ROOT / 'train_gpt.py', *options], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == code and message in done.stdout + done.stderr
+        assert not done.stderr or done.stderr.count('\n') == 1
