@@ -39,6 +39,6 @@ def corpus(tmp_path_factory):
     library = os.path.dirname(os.__file__)
     files = [f'{library}/{name}.py' for name in 'abc argparse ast bdb bisect calendar cmd code codecs copy csv'.split()]
     script = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), 'data', 'text.py')
-    subprocess.run([sys.executable, script, *files, '--split_on', r'\n\n\n', '--vocab_size', '350', '--val_fraction', '0.1',
-                    '--workers', '1', '--out', out], check=True)
+    subprocess.run([sys.executable, script, *files, '--split_on', r'\n\n\n', '--vocab_size', '350',
+                    '--val_fraction', '0.1', '--workers', '1', '--out', out], check=True)
     return out
