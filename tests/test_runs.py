@@ -21,7 +21,6 @@ import train_gpt
 from nano import runtime, shards
 from nano.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.slow  # not yet run as a whole
 ROOT = Path(__file__).resolve().parent.parent
 # 192 windows of 79, so two epochs end on the way. The highest lr equals z_loss: torch_xla merges equal scalars, which
 # changes the graph.
