@@ -98,25 +98,17 @@ PRESETS = {
 
 def check(cfg: Config):
     """Refuses what cannot work, before anything is loaded or compiled."""
-    for name in ('layers', 'width', 'heads', 'kv_heads', 'head_size', 'mlp_width', 'seq_len', 'steps', 'global_batch',
-                 'accumulate', 'log_every', 'keep', 'max_bad'):
-        if getattr(cfg, name) < 1:
-            raise UserError(f'--{name} {getattr(cfg, name)}: must be at least 1')
-    for name in ('warmup', 'eval_every', 'eval_windows', 'save_every', 'sample_tokens'):
-        if getattr(cfg, name) < 0:
-            raise UserError(f'--{name} {getattr(cfg, name)}: must not be negative')
-    for name in ('lr', 'norm_eps', 'adam_eps', 'rope_theta'):
-        if not 0 < getattr(cfg, name) < math.inf:
-            raise UserError(f'--{name} {getattr(cfg, name)}: must be above 0')
-    for name in ('weight_decay', 'clip', 'z_loss', 'temperature'):
-        if not 0 <= getattr(cfg, name) < math.inf:
-            raise UserError(f'--{name} {getattr(cfg, name)}: must be 0 or above')
-    for name in ('dropout', 'beta1', 'beta2'):
-        if not 0 <= getattr(cfg, name) < 1:
-            raise UserError(f'--{name} {getattr(cfg, name)}: must be at least 0 and below 1')
-    for name in ('final_lr', 'decay'):
-        if not 0 <= getattr(cfg, name) <= 1:
-            raise UserError(f'--{name} {getattr(cfg, name)}: must be between 0 and 1')
+    for names, least, most in (
+            ('layers width heads kv_heads head_size mlp_width seq_len steps global_batch accumulate log_every keep '
+             'max_bad', 1, 2**31 - 1),
+            ('warmup eval_every eval_windows save_every sample_tokens', 0, 2**31 - 1),
+            ('lr norm_eps adam_eps rope_theta', 1e-30, 1e30),
+            ('weight_decay clip z_loss temperature', 0.0, 1e30),
+            ('dropout beta1 beta2', 0.0, 0.99999),
+            ('final_lr decay', 0.0, 1.0)):
+        for name in names.split():
+            if not least <= getattr(cfg, name) <= most:
+                raise UserError(f'--{name} {getattr(cfg, name)}: must be between {least} and {most}')
     if cfg.schedule not in ('cosine', 'wsd'):
         raise UserError(f"--schedule {cfg.schedule}: expected 'cosine' or 'wsd'")
     if cfg.dtype not in ('auto', 'float32', 'bfloat16'):
@@ -135,10 +127,10 @@ def check(cfg: Config):
 
 # ---- Model: weights are stacked over layers, so that one compiled layer serves them all ----
 
-# The mesh axes that each weight's dimensions lie along. Matrices lie along `fsdp` with the dimension of width, so that a
-# device holds a part of each layer and gathers the layer when it comes to it; along `tensor` with the heads or the hidden
-# width, so that a layer's two pairs of matmuls need one sum over `tensor` each. Norms are small: everywhere. `data` holds
-# copies.
+# The mesh axes that each weight's dimensions lie along. Matrices lie along `fsdp` with the dimension of width, so that
+# a device holds a part of each layer and gathers the layer when it comes to it; along `tensor` with the heads or the
+# hidden width, so that a layer's two pairs of matmuls need one sum over `tensor` each. Norms are small and lie on every
+# device in full. `data` holds copies.
 SHARDING = {
     'embed_VD': ('tensor', 'fsdp'),
     'head_VD': ('tensor', 'fsdp'),
@@ -236,7 +228,7 @@ def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rope(x_BTHC: torch.Tensor, theta: float) -> torch.Tensor:
-    """Rotary positions (Su et al. 2021), turning dimension i with i + C/2 as Llama's weights in HuggingFace's format do.
+    """Rotary positions (Su et al. 2021). Dimension i turns with i + C/2, as in Llama's weights in HuggingFace's format.
     The angles are computed in each layer: they cost little, and scan would carry gradients for a table."""
     _, T, _, C = x_BTHC.shape
     where = dict(device=x_BTHC.device, dtype=torch.float32)
@@ -468,14 +460,14 @@ def run(cfg: Config):
     import torch_xla.distributed.spmd as xs
 
     if rt.process_count > 1:
-        raise UserError(f'{rt.process_count} hosts: checkpoints are written by one host only so far, so this would lose '
-                        f'the run; use a slice with one host (v5e-8, v6e-8, v4-8)')
+        raise UserError(f'{rt.process_count} hosts: checkpoints are written by one host only so far, so this would '
+                        f'lose the run; use a slice with one host (v5e-8, v6e-8, v4-8)')
     mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
     row_shards = mesh.mesh_shape[0] * mesh.mesh_shape[1]
     if cfg.global_batch % (row_shards * cfg.accumulate):
         least = row_shards * cfg.accumulate
-        raise UserError(f'--global_batch {cfg.global_batch}: must be a multiple of {least} = {row_shards} (data x fsdp) '
-                        f'x {cfg.accumulate} (--accumulate), such as {-(-cfg.global_batch // least) * least}')
+        raise UserError(f'--global_batch {cfg.global_batch}: must be a multiple of {least} = {row_shards} (data x '
+                        f'fsdp) x {cfg.accumulate} (--accumulate), such as {-(-cfg.global_batch // least) * least}')
     manifest = shards.load_manifest(cfg.data)
     vocab_size = manifest['vocab_size']
     out = Path(cfg.out)
@@ -509,7 +501,7 @@ def run(cfg: Config):
     if cfg.sample_tokens and manifest['tokenizer'] and manifest['separator'] is not None:
         tokenizer = load_tokenizer(os.path.join(cfg.data, manifest['tokenizer']['file']))
         if any(i >= vocab_size for i in tokenizer.encode(cfg.prompt)):
-            raise UserError(f'--prompt {cfg.prompt}: its token ids go beyond the vocabulary of {vocab_size} of {cfg.data}')
+            raise UserError(f'--prompt {cfg.prompt}: its token ids go beyond the vocabulary of {vocab_size}')
 
     device = torch_xla.device()
     model, state = build(cfg, vocab_size, mesh, device)
@@ -535,6 +527,8 @@ def run(cfg: Config):
         f'tokens a step: {cfg.global_batch} sequences in {cfg.accumulate} micro-batches, '
         f'{cfg.global_batch // row_shards // cfg.accumulate} for each of {row_shards} groups of devices; {cfg.steps:,} '
         f'steps are {cfg.steps * tokens_per_step / train.n_tokens:.2f} epochs of {train.n_tokens:,} tokens')
+    if cfg.warmup >= cfg.steps:
+        say(f'the warm-up of {cfg.warmup} steps is longer than the run: the learning rate never reaches {cfg.lr}')
     if val is None:
         say(f'{cfg.data} has no validation tokens: nothing is evaluated')
     say(f'first checkpoint after step {min(cfg.save_every or cfg.steps, cfg.steps)}')
@@ -592,7 +586,8 @@ def run(cfg: Config):
             meter.restart(step)
 
     watch = runtime.CompileWatch(cfg.strict, say)
-    with shards.Loader(train, cfg.global_batch, cfg.seed, meta['consumed'], rows(cfg.global_batch), to_device) as loader:
+    with shards.Loader(train, cfg.global_batch, cfg.seed, meta['consumed'], rows(cfg.global_batch),
+                       to_device) as loader:
         say('compiling evaluation and sampling, then the training step; nothing is compiled after that')
         evaluate_and_sample(start_step, n_tokens=1)
         meter = Meter(start_step)
@@ -643,8 +638,8 @@ SHAPE = ('layers', 'width', 'heads', 'kv_heads', 'head_size', 'mlp_width', 'tied
 
 def check_same_model(cfg: Config, path: Path, meta: dict, vocab_size: int, tokenizer_hash: str | None,
                      may_differ: tuple = ()) -> dict:
-    """Refuses a checkpoint of another model or tokenizer: many of these have weights of the same shapes, and would go on
-    with a high loss and no error. Returns {option: (value then, value now)} of the other options that differ."""
+    """Refuses a checkpoint of another model or tokenizer: many of these have weights of the same shapes, and would go
+    on with a high loss and no error. Returns {option: (value then, value now)} of the other options that differ."""
     then = meta['config']
     changed = {k: (then[k], v) for k, v in asdict(cfg).items() if k in then and then[k] != v}
     if other := [f'--{k} {changed[k][0]}, not {changed[k][1]}' for k in SHAPE
@@ -653,8 +648,8 @@ def check_same_model(cfg: Config, path: Path, meta: dict, vocab_size: int, token
     if meta['vocab_size'] != vocab_size:
         raise UserError(f'{path} was trained with a vocabulary of {meta["vocab_size"]}, {cfg.data} has {vocab_size}')
     if meta['tokenizer'] != tokenizer_hash:
-        raise UserError(f'{path} was trained on ids of another tokenizer than that of {cfg.data}: prepare the text with '
-                        f'the first one (data/text.py --tokenizer FILE)')
+        raise UserError(f'{path} was trained on ids of another tokenizer than that of {cfg.data}: prepare the text '
+                        f'with the first one (data/text.py --tokenizer FILE)')
     return {k: v for k, v in changed.items() if k not in ('preset', 'out', 'init_from')}
 
 

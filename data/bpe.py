@@ -6,7 +6,6 @@ import heapq
 import importlib
 import io
 import re
-from typing import Any, Iterator
 
 from nano.shards import DataError
 from nano.tokenizer import load_tokenizer
@@ -62,40 +61,18 @@ class Encoder:
         return b''.join(out)
 
 
-def fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """(field number, value) of a protocol buffer (https://protobuf.dev/programming-guides/encoding)."""
-    i = 0
-
-    def varint():
-        nonlocal i
-        value = shift = 0
-        while True:
-            byte = message[i]
-            i, value, shift = i + 1, value | (byte & 127) << shift, shift + 7
-            if byte < 128:
-                return value
-
-    while i < len(message):
-        number, kind = divmod(varint(), 8)
-        if kind == 0:
-            yield number, varint()
-        else:
-            size = varint() if kind == 2 else {1: 8, 5: 4}[kind]
-            i += size
-            yield number, message[i - size:i]
-
-
 def is_plain_bpe(path: str) -> bool:
     """Whether a sentencepiece model merges the text as it is, so that only its pieces can tie neighbours together."""
     if not path.endswith('.model'):
         return False
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto
     with open(path, 'rb') as f:
-        model = dict(fields(f.read()))  # 2: TrainerSpec, 3: NormalizerSpec of sentencepiece_model.proto
-    trainer, normalizer = dict(fields(model.get(2, b''))), dict(fields(model.get(3, b'')))
-    return (trainer.get(3) == 2 and trainer.get(35) == 1 and not trainer.get(24)  # BPE, byte_fallback, no suffixes
-            and not normalizer.get(2)  # no rules of normalisation
-            and normalizer.get(3) == 0 and normalizer.get(4) == 0  # add_dummy_prefix, remove_extra_whitespaces
-            and normalizer.get(5, 1) == 1)  # escape_whitespaces
+        model = ModelProto.FromString(f.read())
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    return (trainer.model_type == trainer.BPE and trainer.byte_fallback and not trainer.treat_whitespace_as_suffix
+            and not normalizer.precompiled_charsmap  # no rules of normalisation
+            and not normalizer.add_dummy_prefix and not normalizer.remove_extra_whitespaces
+            and normalizer.escape_whitespaces)
 
 
 def train_tokenizer(pieces: list[str], vocab_size: int | None, path: str):

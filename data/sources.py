@@ -242,7 +242,7 @@ def documents(batch: list[tuple], args: Any, notes: dict) -> Iterator[tuple[str,
             if text == '':
                 note(notes, 'empty documents, skipped', where)
             elif isinstance(text, str):
-                if not text.isascii() and SURROGATE.search(text):  # half of a pair of JSON's \uXXXX
+                if not text.isascii() and SURROGATE.search(text):  # half of a pair of JSON's escapes
                     text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
                     note(notes, 'documents with lone surrogates, replaced by U+FFFD', where)
                 raw = text.encode()

@@ -171,8 +171,8 @@ def mesh_shape(sizes: str, n_devices: int) -> tuple[int, ...]:
     except ValueError:
         shape = []
     if len(shape) != len(AXES) or any(s < 1 and s != -1 for s in shape) or shape.count(-1) > 1:
-        raise UserError(f"--mesh {sizes}: expected {len(AXES)} sizes for {','.join(AXES)}, with -1 once at most for the "
-                        f"rest, such as 1,-1,1")
+        raise UserError(f"--mesh {sizes}: expected {len(AXES)} sizes for {','.join(AXES)}, with -1 once at most for "
+                        f"the rest, such as 1,-1,1")
     known = int(np.prod([s for s in shape if s != -1]))
     if -1 in shape and n_devices % known == 0:
         shape[shape.index(-1)] = n_devices // known
@@ -229,8 +229,8 @@ def check_sharding(weights: dict, table: dict[str, tuple], mesh, say: Callable[[
                    replicated_share: float = 0.05):
     """Compares the weights as they lie on the devices with the script's sharding table, and prints it.
 
-    `weights`: name -> device tensor; `table`: name -> mesh axes of each dimension. Raises UserError if a weight is not in
-    the table, if its sharding is not what the table says, or if more than `replicated_share` of all bytes is on every
+    `weights`: name -> device tensor; `table`: name -> mesh axes of each dimension. Raises UserError if a weight is not
+    in the table, if its sharding is not what the table says, or if more than `replicated_share` of all bytes is on every
     device in full although the mesh could divide it: a forgotten weight shows up as lack of memory only, on the day
     when the model grows (huggingface/transformers#28949).
     """
@@ -246,8 +246,8 @@ def check_sharding(weights: dict, table: dict[str, tuple], mesh, say: Callable[[
         have = torch_xla._XLAC._get_xla_sharding_spec(w)
         ways = [int(np.prod([size[a] for a in ((s,) if isinstance(s, str) else s or ())])) for s in spec]
         if have == '' or np.prod(ways) > 1 and have == '{replicated}':
-            raise UserError(f'{name} is not sharded on the devices as the table says ({spec}): mark it before the first '
-                            f'step')
+            raise UserError(f'{name} is not sharded on the devices as the table says ({spec}): mark it before the '
+                            f'first step')
         n_bytes = w.numel() * w.element_size()
         total += n_bytes
         if np.prod(ways) == 1:

@@ -50,7 +50,7 @@ class _Scan(torch.autograd.Function):
 
 
 class _Loop:
-    """`body(carry, slices) -> (carry, results)` along the first dimension: the first call lowers it, later ones reuse."""
+    """`body(carry, slices) -> (carry, results)` along the first dimension; the first call lowers it."""
 
     def __init__(self, body: Callable, reverse: bool = False):
         self.body, self.reverse, self.computation = body, reverse, None

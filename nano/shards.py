@@ -10,7 +10,7 @@ manifest.json that is written last, so that its presence means complete:
 
 Shards that other tools wrote train as they are, after one command that derives their manifest and copies nothing:
 
-    python -m nano.shards FOLDER [--separator ID] [--vocab_size N] [--tokenizer FILE]
+    python data/manifest.py FOLDER [--separator ID] [--vocab_size N] [--tokenizer FILE]
 
 The shards of a split are one stream of N tokens, cut into ceil((N - 1) / T) windows: window w reads tokens
 [w*T, w*T + T) and predicts [w*T + 1, w*T + T + 1), so each token but the first is predicted exactly once. Position p of
@@ -176,7 +176,7 @@ class ShardWriter:
 def _check_manifest(path: str, m: Any):
     def need(ok, what):
         if not ok:
-            raise DataError(f'{path}: {what}: prepare the data again (data/text.py, or python -m nano.shards)')
+            raise DataError(f'{path}: {what}: prepare the data again (data/text.py, or data/manifest.py)')
 
     def whole(v, least=0, most=2**63 - 1):
         return type(v) is int and least <= v <= most
@@ -223,7 +223,7 @@ def load_manifest(folder: str) -> dict:
             manifest = json.load(f)
     except FileNotFoundError as e:
         raise DataError(f'{folder}: has no manifest.json, so its data is not complete: run data/text.py again, or for '
-                        f'shards of other tools: python -m nano.shards {folder}') from e
+                        f'shards of other tools: python data/manifest.py {folder}') from e
     except (OSError, ValueError) as e:
         raise DataError(f'{path}: is not readable JSON ({e}): prepare the data again') from e
     _check_manifest(path, manifest)
@@ -535,8 +535,3 @@ def eval_batches(windows: Windows, n: int, global_batch: int, rows: np.ndarray |
     chosen = eval_windows(len(windows), n)
     for i in range(0, len(chosen), global_batch):
         yield to_device(*_global_batch(windows, chosen[i:i + global_batch], global_batch, rows))
-
-
-if __name__ == '__main__':
-    from nano.derive import main  # which imports this file as nano.shards, so that there is one DataError
-    main()

@@ -235,8 +235,9 @@ def test_loss_falls_on_text(corpus, tmp_path):
 
 
 BAD = {  # options: what the one line must name
-    '--layers 0': '--layers 0: must be at least 1',
+    '--layers 0': '--layers 0: must be between 1 and',
     '--steps 0': '--steps',
+    '--seq_len 2**62': '--seq_len',
     '--steps -5': '--steps',
     '--steps many': "--steps 'many': expected a whole number",
     '--global_batch 12': '--global_batch 12: must be a multiple of 8 .* such as 16',

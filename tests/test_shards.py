@@ -14,7 +14,8 @@ import time
 import numpy as np
 import pytest
 
-from nano import derive, shards
+from data.manifest import derive, split_of
+from nano import shards
 from nano.shards import (IGNORE, DataError, Loader, ShardWriter, Windows, eval_batches, eval_windows, load_manifest,
                          read_header, verify, window_at, write_manifest)
 
@@ -449,7 +450,7 @@ def test_ctrl_c_interrupts_a_wait_and_the_process_ends(tmp_path):
 
 
 def test_shards_import_no_torch():
-    code = 'import sys, nano.shards, nano.derive; sys.exit(any("torch" in m or "jax" in m for m in sys.modules))'
+    code = 'import sys, nano.shards; sys.exit(any("torch" in m or "jax" in m for m in sys.modules))'
     assert subprocess.run([sys.executable, '-c', code], cwd=ROOT).returncode == 0
 
 
@@ -659,7 +660,7 @@ def test_manifest_errors(tmp_path):
 # Shards of other tools
 
 def run_shards(*args):
-    command = [sys.executable, '-m', 'nano.shards', *map(str, args)]
+    command = [sys.executable, f'{ROOT}/data/manifest.py', *map(str, args)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
@@ -703,7 +704,7 @@ def test_derive_refuses_with_one_line(tmp_path):
         for file, options in files.items():
             raw_shard(folder / file, **{'tokens': [1, 2, 3], **options})
         with pytest.raises(DataError, match=message) as e:
-            derive.derive(str(folder), *args)
+            derive(str(folder), *args)
         assert '\n' not in str(e.value) and not (folder / 'manifest.json').exists()
 
     wide = dict(magic=20240801, version=7, dtype='<u4')
@@ -723,11 +724,11 @@ def test_derive_refuses_with_one_line(tmp_path):
     assert p.returncode == 2 and p.stderr == f'error: {tmp_path / "nowhere"}: no such folder\n'
     for name, split in (('train.bin', 'train'), ('val_1.bin', 'val'), ('edu_fineweb_train_000001.bin', 'train'),
                         ('TinyStories_val.bin', 'val'), ('validation.bin', 'val'), ('c4-train2.bin', 'train')):
-        assert derive._split_of(name) == split
+        assert split_of(name) == split
 
 
 def test_derive_counts_bytes_with_a_tokenizer(tmp_path):
-    spm = pytest.importorskip('sentencepiece')
+    import sentencepiece as spm
     tokenizer = pytest.importorskip('nano.tokenizer')
     text = 'Zwölf Boxkämpfer jagen Eva quer über den Sylter Deich — 日本語 😀\n'
     model = tmp_path / 'tokenizer.model'

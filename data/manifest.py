@@ -1,6 +1,6 @@
 """Derives manifest.json for token shards of other tools (llm.c, modded-nanogpt), so that they train as they are.
 
-    python -m nano.shards FOLDER [--separator ID] [--vocab_size N] [--tokenizer FILE]
+    python data/manifest.py FOLDER [--separator ID] [--vocab_size N] [--tokenizer FILE]
 
 Nothing is copied or changed. The split stands in the file's name: fineweb_train_000001.bin, fineweb_val_000000.bin."""
 import argparse
@@ -12,10 +12,11 @@ from typing import Any, Callable
 
 import numpy as np
 
-from nano.shards import HEADER_BYTES, DataError, file_sha256, parallel, read_header, write_manifest
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from nano.shards import HEADER_BYTES, DataError, file_sha256, parallel, read_header, write_manifest  # noqa: E402
 
 
-def _split_of(name: str) -> str:
+def split_of(name: str) -> str:
     found = set(re.findall('(?:^|[^a-z])(train|val)', name.lower()))
     if len(found) != 1:
         raise DataError(f'{name}: its name does not say which split it is of: rename it, with train or val as a word, '
@@ -48,7 +49,7 @@ def derive(folder: str, separator: int | None = None, vocab_size: int | None = N
         raise DataError(f'{folder}: has no .bin shards')
     if any(n.endswith('.tmp') for n in names):
         raise DataError(f'{folder}: writing it was interrupted (it has .bin.tmp files): run data/text.py again')
-    splits = [_split_of(n) for n in names]
+    splits = [split_of(n) for n in names]
     paths = [os.path.join(folder, n) for n in names]
     headers = [read_header(p) for p in paths]
     dtype = headers[0][0]
@@ -101,7 +102,7 @@ def derive(folder: str, separator: int | None = None, vocab_size: int | None = N
         'format': 1, 'dtype': dtype, 'vocab_size': vocab_size, 'separator': separator, 'shards': shards,
         'tokenizer': tokenizer and {'file': os.path.basename(tokenizer) if beside else os.path.abspath(tokenizer),
                                     'sha256': file_sha256(tokenizer)},
-        'source': {'derived_by': 'python -m nano.shards'}}
+        'source': {'derived_by': 'data/manifest.py'}}
     write_manifest(folder, manifest)
     for split in sorted(set(splits)):
         own = [s for s in shards if s['split'] == split]
@@ -112,7 +113,7 @@ def derive(folder: str, separator: int | None = None, vocab_size: int | None = N
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(prog='python -m nano.shards', description=(
+    parser = argparse.ArgumentParser(description=(
         'Derives manifest.json for a folder of llm.c or modded-nanogpt token shards, so that they train as they are.'))
     parser.add_argument('folder', help='holds .bin shards with train or val in their names')
     parser.add_argument('--separator', type=int, help='id between documents (GPT-2: 50256; Llama-3: 128000)')
@@ -124,3 +125,7 @@ def main(argv: list[str] | None = None):
     except (DataError, OSError) as e:
         print(f'error: {e}', file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == '__main__':
+    main()
