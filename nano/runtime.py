@@ -230,8 +230,8 @@ def check_sharding(weights: dict, table: dict[str, tuple], mesh, say: Callable[[
     """Compares the weights as they lie on the devices with the script's sharding table, and prints it.
 
     `weights`: name -> device tensor; `table`: name -> mesh axes of each dimension. Raises UserError if a weight is not
-    in the table, if its sharding is not what the table says, or if more than `replicated_share` of all bytes is on every
-    device in full although the mesh could divide it: a forgotten weight shows up as lack of memory only, on the day
+    in the table, if its sharding is not what the table says, or if more than `replicated_share` of all bytes is on
+    every device in full although the mesh could divide it: a forgotten weight shows up as lack of memory only, on the day
     when the model grows (huggingface/transformers#28949).
     """
     import torch_xla
