@@ -447,32 +447,19 @@ def main(argv: list[str] | None = None):
         print(f'error: {e}', file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print(f'interrupted: the same command goes on from the newest checkpoint in {cfg.out}/ckpt', file=sys.stderr)
+        print('interrupted before the first step', file=sys.stderr)
         sys.exit(130)
 
 
 def run(cfg: Config):
-    # What can be refused is refused before the first compile, and before the run's folder is touched.
+    # What can be refused is refused first: before the devices are asked for, before a compile, before the run's folder
+    # is touched.
     cfg = find_data(cfg)
-    rt = runtime.start(cfg.device)
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-    import torch_xla.distributed.spmd as xs
-
-    if rt.process_count > 1:
-        raise UserError(f'{rt.process_count} hosts: checkpoints are written by one host only so far, so this would '
-                        f'lose the run; use a slice with one host (v5e-8, v6e-8, v4-8)')
-    mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
-    row_shards = mesh.mesh_shape[0] * mesh.mesh_shape[1]
-    if cfg.global_batch % (row_shards * cfg.accumulate):
-        least = row_shards * cfg.accumulate
-        raise UserError(f'--global_batch {cfg.global_batch}: must be a multiple of {least} = {row_shards} (data x '
-                        f'fsdp) x {cfg.accumulate} (--accumulate), such as {-(-cfg.global_batch // least) * least}')
     manifest = shards.load_manifest(cfg.data)
     vocab_size = manifest['vocab_size']
+    tokenizer_hash = manifest['tokenizer'] and manifest['tokenizer']['sha256']
     out = Path(cfg.out)
     resume = checkpoint.newest(out / 'ckpt')
-    tokenizer_hash = manifest['tokenizer'] and manifest['tokenizer']['sha256']
     meta, changed = {'step': 0, 'consumed': 0}, {}
     if resume:
         meta = checkpoint.read_meta(resume, *META)
@@ -488,6 +475,21 @@ def run(cfg: Config):
     if start_step >= cfg.steps:
         print(f'{cfg.out} is complete: step {start_step} of {cfg.steps}. More: a larger --steps; anew: another --out')
         return
+
+    rt = runtime.start(cfg.device)
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.distributed.spmd as xs
+
+    if rt.process_count > 1:
+        raise UserError(f'{rt.process_count} hosts: checkpoints are written by one host only so far, so this would '
+                        f'lose the run; use a slice with one host (v5e-8, v6e-8, v4-8)')
+    mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
+    row_shards = mesh.mesh_shape[0] * mesh.mesh_shape[1]
+    if cfg.global_batch % (row_shards * cfg.accumulate):
+        least = row_shards * cfg.accumulate
+        raise UserError(f'--global_batch {cfg.global_batch}: must be a multiple of {least} = {row_shards} (data x '
+                        f'fsdp) x {cfg.accumulate} (--accumulate), such as {-(-cfg.global_batch // least) * least}')
 
     track = Tracker(out, cfg.steps, start_step, rt.main, asdict(cfg), cfg.wandb, rt.process_index)
     say = track.print
@@ -517,6 +519,7 @@ def run(cfg: Config):
     elif cfg.init_from:
         checkpoint.load(source, weights)
         say(f'starts from the weights of {source}')
+    torch_xla.sync()  # what was loaded is on the devices before the first graph that reads it
 
     n_weights = sum(w.numel() for w in weights.values())
     n_matmul = n_weights - (0 if cfg.tied else model.embed_VD.numel())
@@ -524,14 +527,15 @@ def run(cfg: Config):
     flops_per_token = 6 * n_matmul + 6 * cfg.layers * cfg.heads * cfg.head_size * cfg.seq_len
     tokens_per_step = cfg.global_batch * cfg.seq_len
     say(f'{n_weights / 1e6:.1f}M parameters on a mesh (data, fsdp, tensor) = {mesh.mesh_shape}; {tokens_per_step:,} '
-        f'tokens a step: {cfg.global_batch} sequences in {cfg.accumulate} micro-batches, '
-        f'{cfg.global_batch // row_shards // cfg.accumulate} for each of {row_shards} groups of devices; {cfg.steps:,} '
-        f'steps are {cfg.steps * tokens_per_step / train.n_tokens:.2f} epochs of {train.n_tokens:,} tokens')
+        f'tokens a step: {cfg.global_batch} sequences = {row_shards} (data x fsdp) x {cfg.accumulate} (micro-batches) '
+        f'x {cfg.global_batch // row_shards // cfg.accumulate}; {cfg.steps:,} steps are '
+        f'{cfg.steps * tokens_per_step / train.n_tokens:.2f} epochs of {train.n_tokens:,} tokens')
     if cfg.warmup >= cfg.steps:
         say(f'the warm-up of {cfg.warmup} steps is longer than the run: the learning rate never reaches {cfg.lr}')
     if val is None:
         say(f'{cfg.data} has no validation tokens: nothing is evaluated')
-    say(f'first checkpoint after step {min(cfg.save_every or cfg.steps, cfg.steps)}')
+    every = cfg.save_every or cfg.steps
+    say(f'next checkpoint after step {min((start_step // every + 1) * every, cfg.steps)}')
 
     row_sharding = xs.ShardingSpec(mesh, (BATCH, None))
 
@@ -544,7 +548,8 @@ def run(cfg: Config):
     bytes_per_token = shards.bytes_per_token(manifest, 'val')
     best = meta.get('best', math.inf)
     text = ''
-    started = time.perf_counter()
+    began = time.perf_counter()
+    started = began - meta.get('wall_s', 0.0)  # as if the run had never stopped
 
     def evaluate_and_sample(step: int, n_tokens: int):
         nonlocal best, text
@@ -552,8 +557,9 @@ def run(cfg: Config):
             loss = evaluate(cfg, model, val, rows(cfg.global_batch // cfg.accumulate), to_device)
             best = min(best, loss)
             bpb = loss / math.log(2) / bytes_per_token if bytes_per_token else None
-            track.log(step, val_loss=loss, val_bpb=bpb, tokens=step * tokens_per_step,
-                      wall_s=time.perf_counter() - started)
+            if step > start_step or step == 0:  # at the start of a resumed run it is on record
+                track.log(step, val_loss=loss, val_bpb=bpb, tokens=step * tokens_per_step,
+                          wall_s=time.perf_counter() - started)
             say(f'step {step}: validation loss {loss:.4f}' + (f', {bpb:.4f} bits per byte' if bpb else ''))
         if tokenizer is not None:
             n_ids = min(vocab_size, tokenizer.vocab_size)  # a vocabulary may be padded: GPT-2's to 50,304
@@ -564,8 +570,8 @@ def run(cfg: Config):
 
     def save(step: int):
         path = checkpoint.save(out / 'ckpt', step, weights | state, dict(
-            consumed=loader.position, vocab_size=vocab_size, tokenizer=tokenizer_hash, best=best, config=asdict(cfg)),
-            cfg.keep)
+            consumed=loader.position, vocab_size=vocab_size, tokenizer=tokenizer_hash, best=best,
+            wall_s=time.perf_counter() - started, config=asdict(cfg)), cfg.keep)
         say(f'step {step}: wrote {path}')
 
     bad_in_row = 0
@@ -587,11 +593,12 @@ def run(cfg: Config):
 
     watch = runtime.CompileWatch(cfg.strict, say)
     with shards.Loader(train, cfg.global_batch, cfg.seed, meta['consumed'], rows(cfg.global_batch),
-                       to_device) as loader:
-        say('compiling evaluation and sampling, then the training step; nothing is compiled after that')
+                       to_device) as loader, runtime.StopSignal() as stop:
+        say('compiling evaluation and sampling ...')
         evaluate_and_sample(start_step, n_tokens=1)
         meter = Meter(start_step)
         unread = None  # the step before, whose metrics are read while the device works on this one
+        say('compiling the training step ... (after it nothing is compiled)')
         for step in range(start_step + 1, cfg.steps + 1):
             ids_BT, targets_BT = next(loader)
             lr = lr_at(cfg, step - 1)
@@ -610,22 +617,25 @@ def run(cfg: Config):
             if unread:
                 report(unread[0], unread[1], **unread[2])
             unread = step, metrics, more
-            if first or evaluates or saves or bad_in_row:
+            if first or evaluates or saves or bad_in_row or stop.signum:
                 report(step, metrics, **more)
                 unread = None
             if first:
                 watch.all_compiled()
-                say(f'compiled {more["compiles"]} graphs, {time.perf_counter() - started:.0f} s after the start')
+                say(f'compiled {more["compiles"]} graphs, {time.perf_counter() - began:.0f} s after the start')
                 meter.restart(step)  # throughput leaves compiling out
             with meter.pause():
                 if bad_in_row >= cfg.max_bad:
                     save(step)
                     raise UserError(f'step {step}: {bad_in_row} steps in a row without a finite loss and gradient. The '
                                     f'weights are those before them. Look at the data, or lower --lr')
-                if evaluates:
+                if evaluates and not stop.signum:
                     evaluate_and_sample(step, cfg.sample_tokens)
-                if saves:
+                if saves or stop.signum:
                     save(step)
+                if stop.signum and not last:
+                    say(f'stopped after step {step}: the same command goes on')
+                    sys.exit(128 + stop.signum)
                 watch.check(step, 'evaluating or saving')
     track.close()
     if text:

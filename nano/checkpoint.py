@@ -128,3 +128,5 @@ def alone(folder: str | Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)  # if nothing was written

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import os
 import re
+import signal
 import sys
 import threading
 from dataclasses import dataclass
@@ -257,6 +258,28 @@ def check_sharding(weights: dict, table: dict[str, tuple], mesh, say: Callable[[
     if size['fsdp'] * size['tensor'] > 1 and replicated > replicated_share * total:
         raise UserError(f'{replicated / total:.0%} of the weights\' bytes are on every device in full: give the large '
                         f'ones of the table above mesh axes')
+
+
+class StopSignal:
+    """Turns Ctrl-C and SIGTERM into a request that the loop reads between two steps, when the weights are whole; a
+    second signal ends the process at once."""
+
+    signum = 0
+
+    def __enter__(self) -> 'StopSignal':
+        self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_):
+        for s, handler in self.before.items():
+            signal.signal(s, handler)
+
+    def _ask(self, signum, _frame):
+        if self.signum:
+            os._exit(128 + signum)
+        self.signum = signum
+        # Not print(): the signal may have come in the middle of one.
+        os.write(2, b'\nstopping: a checkpoint after this step, then the end; a second signal ends it at once\n')
 
 
 def rss_gb() -> float:

@@ -66,9 +66,9 @@ class Tracker:
         if self._bar is None and sys.stderr is not None and sys.stderr.isatty():
             import tqdm
             tqdm.tqdm.monitor_interval = 0  # no thread of its own
-            sized = os.get_terminal_size(sys.stderr.fileno()).columns > 0  # some containers' terminals have no width
+            sized = min(os.get_terminal_size(sys.stderr.fileno())) > 0  # some containers' terminals have no size
             self._bar = tqdm.tqdm(total=self.total_steps, initial=step, unit='step', dynamic_ncols=sized,
-                                  ncols=None if sized else 100)
+                                  ncols=None if sized else 100, nrows=None if sized else 20)
         if self._bar is not None:
             with contextlib.suppress(OSError):
                 self._bar.set_postfix_str(f'loss {loss:.4f}, {_short(tokens_per_s)} tokens/s', refresh=False)
@@ -172,6 +172,8 @@ def _plain(value: Any) -> Any:
 
 
 def _short(n: float) -> str:
+    if math.isnan(n):
+        return '?'
     return next((f'{n / 10**e:.3g}{letter}' for e, letter in ((9, 'G'), (6, 'M'), (3, 'k')) if n >= 10**e), f'{n:.3g}')
 
 
@@ -190,7 +192,7 @@ def _drop_after(path: Path, step: int) -> None:
     with open(path, 'rb') as old, open(tmp, 'wb') as new:
         for line in old:
             with contextlib.suppress(ValueError, AttributeError, TypeError):
-                if json.loads(line).get('step', 0) <= step and line.endswith(b'\n'):
+                if step and json.loads(line).get('step', 0) <= step and line.endswith(b'\n'):
                     new.write(line)
         new.flush()
         os.fsync(new.fileno())
