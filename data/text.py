@@ -140,10 +140,25 @@ def choose_val(low: int, high: int, n_val: int, n: int, args: argparse.Namespace
     if args.val_fraction == 0:
         return 0
     if low == high:
-        print('no val split: there is only one document' + (', many times' if n > 1 else '')
-              + r". Give more, or cut text files into documents: --split_on '\n\n', for one")
+        print('no val split, so nothing will be held out: there is only one document'
+              + (f', which occurs {n:,} times' if n > 1 else '')
+              + r". Give more, or cut text files into documents: for one at each blank line, --split_on '\n\n'")
         return 0
     return low + 1 if n_val == 0 else high if n_val == n else int(args.val_fraction * HASHES)
+
+
+def check_val(val: list[int], total: list[int], fraction: float):
+    """Warns if val, of (tokens, documents, bytes), is far from its fraction of the bytes, or small."""
+    share = val[2] / total[2]
+    if not fraction / 3 <= share <= fraction * 3:
+        why = ('documents are not cut, and a hash of the text decides where each goes, so few or unequal ones divide '
+               'unevenly. If a text file holds many, --split_on STRING cuts it')
+    elif val[0] < 5000:
+        why = 'the loss on so few says little. Give more text, or a larger --val_fraction'
+    else:
+        return
+    print(f'warning: val has {val[1]:,} of {total[1]:,} documents, {share:.2%} of the bytes (--val_fraction asks for '
+          f'{fraction:.2%}), {val[0]:,} tokens: {why}')
 
 
 def build(args: argparse.Namespace, source: dict, tmp: str, pool: ProcessPoolExecutor):
@@ -214,6 +229,8 @@ def build(args: argparse.Namespace, source: dict, tmp: str, pool: ProcessPoolExe
         print(f'{split:5}  {documents_:,} documents, {bytes_:,} bytes, {tokens:,} tokens'
               + (f', {bytes_ / tokens:.3f} bytes per token' if tokens else ''))
     print(f'vocabulary {tokenizer.vocab_size:,} ({dtype}), {len(entries)} shards', flush=True)
+    if threshold:
+        check_val(totals['val'].tolist(), (totals['train'] + totals['val']).tolist(), args.val_fraction)
 
 
 def is_finished(out: str, wanted: dict) -> bool:
@@ -228,8 +245,10 @@ def is_finished(out: str, wanted: dict) -> bool:
         return False
     manifest = load_manifest(out)
     found, again = manifest.get('source', {}), 'choose another --out, or replace it with --force'
-    differ = [k if k == 'input files' else f'{k} was {found.get(k)!r}, now {v!r}'
-              for k, v in wanted.items() if found.get(k) != v]
+    unseen = {'input files': 'the input files have changed', 'tokenizer': 'with another --tokenizer'}  # only hashes
+    differ = [unseen.get(k) or f'{k} was {found.get(k)!r}, now {v!r}' for k, v in wanted.items() if found.get(k) != v]
+    if found.get('inputs') != wanted['inputs']:  # then the rest differs too
+        differ = [f'from {found.get("text", "other text")}']
     if differ:
         raise DataError(f'{out}: is complete, but made otherwise ({"; ".join(differ)}): {again}')
     for s in manifest['shards']:
@@ -271,10 +290,13 @@ def locked(tmp: str) -> Iterator[None]:
 
 
 def whole_number(text: str) -> int:
-    value = float(text) if re.search('[.eE]', text) else int(text)
-    if value != int(value) or value < 0:
-        raise ValueError(text)
-    return int(value)
+    try:
+        value = float(text) if re.search('[.eE]', text) else int(text)
+        if value == int(value) >= 0:
+            return int(value)
+    except (ValueError, OverflowError):
+        pass
+    raise argparse.ArgumentTypeError(f'expected a whole number such as 64, 1e6 or 50_000, not {text!r}')
 
 
 def options(argv: list[str] | None) -> argparse.Namespace:

@@ -65,7 +65,7 @@ elif args[0] == 'venv':
         shutil.copy(args[args.index('--python') + 1] + end, args[-1] + '/bin/python' + end)
 elif args[:2] == ['pip', 'install']:
     say('uv', *[a for a in args if a.startswith(('--torch', '--dry', '-r'))])
-    sys.exit({cpu_index!r} is False and '--torch-backend=cpu' in args)
+    sys.exit({silent!r} == 'all' or {silent!r} in args)
 '''
 
 
@@ -82,7 +82,9 @@ class Machine:
         (self.checkout / 'tests' / 'requirements.txt').write_text('b==1\n')
         for name in ('train_gpt.py', 'data/text.py'):
             (self.checkout / name).write_text(
-                'import json, os, sys\nprint(json.dumps([sys.argv[1:], os.getcwd(), os.environ["PYTHONPATH"]]))\n')
+                "import json, os, sys\nif __name__ == '__main__':\n"
+                '    print(json.dumps([sys.argv[1:], os.getcwd(), os.environ["PYTHONPATH"]]))\n')
+        (self.checkout / 'data' / 'bpe.py').write_text('import re\n')  # imported only
         self.bin.mkdir()
         for tool in TOOLS:
             os.symlink(shutil.which(tool), self.bin / tool)
@@ -97,9 +99,9 @@ class Machine:
                                                         pip_fails=pip_fails)))
         return path
 
-    def uv(self, fetched='', cpu_index=True):
+    def uv(self, fetched='', silent=None):
         path = self.bin / 'uv'
-        path.write_text(UV.format(python=sys.executable, log=str(self.log), fetched=str(fetched), cpu_index=cpu_index))
+        path.write_text(UV.format(python=sys.executable, log=str(self.log), fetched=str(fetched), silent=silent))
         path.chmod(0o755)
 
     def start(self, *args, cwd=None, **env):
@@ -164,10 +166,13 @@ def test_unknown_script_and_misplaced_options(machine):
     for args, text in [(['train_gtp.py'], "no script 'train_gtp.py'; there are: train_gpt.py, data/text.py, test"),
                        (['data'], "no script 'data'; there are"), (['--steps', '3'], 'the script comes first')]:
         done = machine.run(*args)
-        assert done.returncode == 1 and done.err.startswith(f'error: {text}') and done.err.count('\n') == 1
+        assert done.returncode == 2 and done.err.startswith(f'error: {text}') and done.err.count('\n') == 1
     assert not (machine.checkout / '.venv').exists()
     done = machine.run('--help')
     assert done.returncode == 0 and 'bash launch.sh SCRIPT ARGS...' in done.out and 'set -' not in done.out
+    for name in ('bpe', 'manifest', 'sources'):  # and with this repository's own files
+        shutil.copy(ROOT / 'data' / f'{name}.py', machine.checkout / 'data')
+    assert machine.run('x').err.endswith('; there are: train_gpt.py, data/manifest.py, data/text.py, test\n')
 
 
 def test_tests_have_their_own_requirements_and_default_arguments(machine):
@@ -238,20 +243,17 @@ def test_python_without_venv(machine):
 def test_uv_prefers_the_cpu_build_if_its_index_answers(machine):
     machine.python('python3.12', '3.12')
     plain, cpu = 'uv -rrequirements.txt', 'uv --torch-backend=cpu -rrequirements.txt'
-    machine.uv(cpu_index=False)
-    assert 'uv cannot get the packages with --torch-backend=cpu' in machine.run().err
-    did = machine.did()
-    if not os.path.exists('/dev/nvidiactl'):
-        assert did.pop(1) == cpu + ' --dry-run'
-    assert did == ['venv by 3.12', plain + ' --dry-run', plain]
-    shutil.rmtree(machine.checkout / '.venv')
-    machine.uv()
-    machine.run(UV='no')
-    assert machine.did() == ONCE
-    if not os.path.exists('/dev/nvidiactl'):
+    no_gpu, large, pip = not os.path.exists('/dev/nvidiactl'), 'so the large CUDA build is taken', 'so pip installs'
+    cases = [('--torch-backend=cpu', {}, [cpu + ' --dry-run'] * no_gpu + [plain + ' --dry-run', plain]),
+             ('all', {}, [cpu + ' --dry-run'] * no_gpu + [plain + ' --dry-run', *ONCE[1:]]),
+             (None, {'UV': 'no'}, ONCE[1:]), (None, {}, [cpu + ' --dry-run', cpu] if no_gpu else None)]
+    for silent, env, did in cases:
+        machine.uv(silent=silent)
+        err = machine.run(**env).err
+        assert (large in err, pip in err) == (no_gpu and silent == '--torch-backend=cpu', silent == 'all'), err
+        assert err.count('checking that torch_xla imports') == 1
+        assert machine.did() == ['venv by 3.12', *(did or [plain + ' --dry-run', plain])]
         shutil.rmtree(machine.checkout / '.venv')
-        machine.run()
-        assert machine.did() == ['venv by 3.12', cpu + ' --dry-run', cpu]
 
 
 def test_a_failed_install_says_so_and_is_begun_anew(machine):

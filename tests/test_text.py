@@ -224,6 +224,26 @@ def test_pipeline(tmp_path, n, seed):
     assert f'{n:,} documents' in shown and 'bytes per token' in shown
 
 
+def test_a_val_split_far_from_what_was_asked_is_told(tmp_path, model, capsys):
+    """One line, for a split with less or more text than asked, or so little that its loss says nothing."""
+    total = [1_600_000, 38, 5_000_000]
+    for tokens, bytes_, text in ((160_000, 494_363, ''),  # the plays
+                                 (9000, 30_000, 'val has 4 of 38 documents, 0.60% of the bytes (--val_fraction asks'),
+                                 (900_000, 2_800_000, '56.00% of the bytes'),
+                                 (4000, 500_000, '4,000 tokens: the loss')):
+        script.check_val([tokens, 4, bytes_], total, .15)
+        shown = capsys.readouterr().out
+        assert text in shown and shown.count('\n') == bool(text) == shown.startswith('warning: ')
+        assert ('--split_on' in shown) == ('%' in text)
+    for i in range(2):  # two documents: half or so is val
+        (tmp_path / f'{i}.txt').write_text(words(random.Random(i), 6000))
+    args = [tmp_path, '--tokenizer', model, '--out', tmp_path / 'out']
+    shown = run(*args)
+    assert 'warning: val has 1 of 2 documents, ' in shown and '--split_on' in shown
+    assert 'warning' not in run(*args, '--force', '--split_on', 'ka', '--val_fraction', .2)
+    assert 'warning' not in run(*args, '--force', '--val_fraction', 0)
+
+
 def test_kinds_of_input_and_what_is_skipped(tmp_path):
     pa = pytest.importorskip('pyarrow')
     pq, zstandard = pytest.importorskip('pyarrow.parquet'), pytest.importorskip('zstandard')
@@ -247,7 +267,8 @@ def test_kinds_of_input_and_what_is_skipped(tmp_path):
     for line in (f'not UTF-8, replaced by U+FFFD: 3 (first: {folder}/b.txt, byte 2)',
                  f'empty documents, skipped: 2 (first: {folder}/empty.py, byte 0)',
                  f'lines that are not JSON, skipped: 1 (first: {folder}/sub/c.jsonl, byte 20)',
-                 f"rows or lines without text in 'text', skipped: 4 (first: {folder}/sub/c.jsonl, byte 28)",
+                 "rows or lines without text in 'text' (see --field), skipped: 4 "
+                 f'(first: {folder}/sub/c.jsonl, byte 28)',
                  'documents with lone surrogates, replaced by U+FFFD: 1'):
         assert line in shown, shown
     assert load_manifest(str(out))['source']['notes']
@@ -316,7 +337,9 @@ def test_bad_options_and_inputs(tmp_path, monkeypatch, capsys):
     os.symlink('nowhere', tmp_path / 'broken' / 'x.txt')
     a, out = str(tmp_path / 'a.txt'), str(tmp_path / 'out')
     for args, words_ in ((['--nope'], '--nope'), ([a, '--vocab_size', '12'], 'at least 260'),
-                         ([a, '--val_fraction', '1'], 'below 1'), ([a, '--vocab_size', 'x'], '--vocab_size'),
+                         ([a, '--val_fraction', '1'], 'below 1'),
+                         ([a, '--vocab_size', 'x'], "whole number such as 64, 1e6 or 50_000, not 'x'"),
+                         ([a, '--workers', '1e999'], '--workers: expected a whole number'),
                          ([a, '--split_on', ''], '--split_on'),
                          ([a, '--shard_tokens', '0'], '--shard_tokens'), ([a, '--out', a], 'is a file'),
                          ([str(tmp_path / 'gone')], 'no such file'),
@@ -332,7 +355,7 @@ def test_bad_options_and_inputs(tmp_path, monkeypatch, capsys):
     assert 'too high for this text' in run(a, '--vocab_size', 5000, '--out', out, code=2)
     assert not os.path.exists(out) and not os.path.exists(out + '.tmp')
     monkeypatch.setitem(sys.modules, 'zstandard', None)
-    with pytest.raises(DataError, match='package zstandard: python -m pip install -r data/requirements.txt'):
+    with pytest.raises(DataError, match='package zstandard: .*python.* -m pip install -r .*/data/requirements.txt'):
         sources.need('zstandard', 'x.zst')
 
 
@@ -375,7 +398,8 @@ def test_again_force_killed_and_two_at_once(tmp_path):
     run(folder, '--out', out, '--force')
     assert {n: b for n, (_, b) in before.items()} == {p.name: p.read_bytes() for p in out.iterdir()}
     (folder / '8.txt').write_text('new')
-    assert 'input files' in run(folder, '--out', out, code=2)
+    assert 'the input files have changed' in run(folder, '--out', out, code=2)
+    assert f'(from {folder})' in run(folder / '8.txt', '--out', out, code=2)
 
     both = [subprocess.Popen([*command[:-1], str(tmp_path / 'two')], stderr=subprocess.DEVNULL) for _ in range(2)]
     assert sorted(p.wait() for p in both) in ([0, 0], [0, 2])
