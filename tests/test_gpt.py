@@ -417,6 +417,56 @@ def test_dropout_masks(devices):
     torch.testing.assert_close(masks(1, 1), torch.ones(16, 32, 6, 8), rtol=1e-3, atol=1e-4)
 
 
+def test_dropout_with_accumulation(devices):
+    """Each micro-batch has masks of its own, and a step is the same at each call with the same seed: the loss of A equal
+    micro-batches is that of one, but for the masks."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    losses = {}
+    for dropout in (0.0, 0.5):
+        cfg = replace(SMALL, layers=2, dropout=dropout, accumulate=2, global_batch=16)
+        ids, targets = next(make_batches(cfg, 0, 1))
+        ids[1::2], targets[1::2] = ids[0::2], ids[0::2].roll(-1, 1)  # rows of the second micro-batch are the first's
+        targets[0::2] = targets[1::2]
+        model, state, to_device = on_device(cfg, runtime.make_mesh('1,8,1', 8), make_weights(cfg, 0))
+        lr = torch.tensor([0.0]).to(torch_xla.device())
+        before = runtime.n_compiles()
+        for seed in (1, 1, 2):
+            xm.set_rng_state(runtime.seed_of(seed, 1))
+            metrics = train_gpt.train_step(cfg, model, state, *to_device(ids, targets), lr)
+            torch_xla.sync()
+            losses.setdefault(dropout, []).append(metrics.cpu().tolist()[0])
+        assert runtime.n_compiles() == before + 1
+        xm.set_rng_state(runtime.seed_of(1, 1))
+        with torch.no_grad():
+            halves = [train_gpt.loss_sums(model, *to_device(ids[i::2], targets[i::2]))[0] for i in (0, 1)]
+            torch_xla.sync()
+            first, second = (h.item() / targets[0::2].numel() for h in halves)
+        # Drawn one after the other as in the step: the micro-batches differ by their masks, and only by these.
+        assert (first == pytest.approx(second, rel=1e-6)) == (dropout == 0)
+        assert losses[dropout][0] == pytest.approx((first + second) / 2, rel=1e-5)
+    assert losses[0.0][0] == losses[0.0][1] == losses[0.0][2]
+    assert losses[0.5][0] == losses[0.5][1] != losses[0.5][2]
+
+
+def test_bfloat16_matmuls_train_float32_weights(devices):
+    """The loss follows float32's within bfloat16's 3 digits, and updates far below bfloat16's step arrive."""
+    cfg = replace(SMALL, dtype='bfloat16')
+    weights = make_weights(cfg, 0)
+    batches, lrs = list(make_batches(cfg, 0, 3)), (1e-5, 1e-5, 1e-5)
+    mesh = runtime.make_mesh('1,8,1', 8)
+    found, after = device_steps(cfg, mesh, weights, batches, lrs)
+    expected, plain = plain_steps(cfg, weights, batches, lrs)
+    for mine, theirs in zip(found, expected):
+        assert mine[0] == pytest.approx(theirs[0], rel=0.01) and mine[1] == pytest.approx(theirs[1], rel=0.05)
+    assert found[0][0] != pytest.approx(expected[0][0], rel=1e-6)  # it is bfloat16
+    for name, w in after.items():
+        assert w.dtype == torch.float32
+        moved, should = w - weights[name], plain[name] - weights[name]
+        cosine = F.cosine_similarity(moved.double().flatten(), should.flatten(), dim=0)
+        assert cosine > 0.95 and moved.abs().max() < 5e-5, (name, cosine)
+
+
 def test_guards_of_a_model(devices, monkeypatch, capsys):
     import torch_xla
     import torch_xla.distributed.spmd as xs
