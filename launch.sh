@@ -118,7 +118,7 @@ install() { # by uv, which is quick and can leave CUDA out; by pip where uv reac
       UV_HTTP_TIMEOUT=10 timeout 90 "$uv" "$@" --dry-run --no-deps &>/dev/null || { silent=${kind:-all}; continue; }
       [ -z "$silent" ] || say "PyTorch's own index of CPU builds does not answer (or this uv is older than 0.7.14), so \
 the large CUDA build is taken, which works as well"
-      "$uv" "$@" || return
+      "$uv" "$@" --compile-bytecode || return # or each start compiles it where PYTHONDONTWRITEBYTECODE is set
       works && return
     done
     [ "$silent" != all ] || say 'uv reaches no package index, so pip installs, which may be set up for another one'
