@@ -26,6 +26,7 @@ import fcntl
 import functools
 import hashlib
 import multiprocessing
+import multiprocessing.util
 import os
 import re
 import shutil
@@ -398,4 +399,9 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    sys.exit(main())
+    code = main()
+    if code:  # at once: the threads of a broken pool may wait for ever (python/cpython#94777, Python before 3.11.4)
+        multiprocessing.util._run_finalizers(0)  # semaphores; with less than 0 it would join those threads
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -387,7 +387,8 @@ def test_again_force_killed_and_two_at_once(tmp_path):
     while not list(tmp_path.glob('out.tmp/fetched')):
         time.sleep(.01)
     second.send_signal(signal.SIGINT)
-    assert 'interrupted' in second.communicate()[1] and second.returncode == 130
+    said = second.communicate(timeout=60)[1]
+    assert 'interrupted' in said and 'leaked' not in said and second.returncode == 130
     assert not out.exists() and not (tmp_path / 'out.tmp').exists()
 
     run(folder, '--out', out)
