@@ -25,7 +25,7 @@ def save(folder: str | Path, step: int, tensors: dict[str, torch.Tensor], meta: 
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
     from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
-    folder = Path(folder)
+    folder, tensors = Path(folder), to_host(tensors)
     final, temp = folder / f'step_{step:08d}', folder / f'step_{step:08d}.tmp'
     if (final / 'meta.json').exists():
         return final
@@ -52,6 +52,28 @@ def save(folder: str | Path, step: int, tensors: dict[str, torch.Tensor], meta: 
     for old in complete(folder)[:-keep]:
         shutil.rmtree(old)
     return final
+
+
+def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Copies of this host's parts of sharded tensors, each part once, in the form that torch_xla's planner writes.
+
+    Given the tensors themselves the planner drops a part that two devices of the host hold, with both its copies
+    (torch_xla 2.9.0, dedup_tensors): a mesh with data > 1 would leave files without most weights.
+    """
+    import torch_xla
+    from torch_xla.distributed.spmd import ShardingType, XLAShardedTensor, wrap_if_sharded
+    from torch_xla.experimental.distributed_checkpoint import _helpers
+    found = {}
+    for name, t in tensors.items():  # one at a time: besides the copies, one tensor's replicas are held at most
+        t = wrap_if_sharded(t.detach())
+        t, spread = (t.global_tensor, t.sharding_type != ShardingType.REPLICATED) \
+            if isinstance(t, XLAShardedTensor) else (t, False)
+        if spread:
+            found[name], = _helpers._cpu_shards_from_tensors([t])
+            found[name].shards = [s for s in found[name].shards if s.replica_id == 0]
+        else:
+            found[name], = torch_xla._XLAC._xla_get_cpu_tensors([t])
+    return found
 
 
 def complete(folder: str | Path) -> list[Path]:

@@ -131,11 +131,11 @@ def same_run(out, other, exact, left_out=()):
         assert [x['step'] for x in mine] == [x['step'] for x in theirs]
         for a, b in zip(mine, theirs):
             for name in {'loss', 'grad_norm', 'lr', 'val_loss'} & set(a):
-                assert a[name] == pytest.approx(b[name], rel=0 if exact else 1e-4, abs=0), (a['step'], name)
+                assert a[name] == pytest.approx(b[name], rel=0 if exact else 1e-3, abs=0), (a['step'], name)
     mine, theirs = stored(out, 12), stored(other, 12)
     assert mine.keys() == theirs.keys()
     for name in mine:
-        assert torch.equal(mine[name], theirs[name]) if exact else torch.allclose(mine[name], theirs[name], atol=1e-4)
+        assert torch.equal(mine[name], theirs[name]) if exact else torch.allclose(mine[name], theirs[name], atol=2e-3)
 
 
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(whole, data, tmp_path):
@@ -192,7 +192,8 @@ def test_a_second_signal_ends_at_once(signum, times):
 
 
 def test_a_killed_run_goes_on_with_other_devices(whole, data, tmp_path):
-    """`kill -9` of a process with one device after the checkpoint of step 3; 8 devices take the run over."""
+    """`kill -9` of a process with one device after the checkpoint of step 3; 8 devices, in which each weight lies on
+    several, take the run over."""
     command = [sys.executable, ROOT / 'train_gpt.py', *OPTIONS, '--data', data, '--out', tmp_path, '--strict']
     with open(tmp_path / 'said', 'w') as said:
         process = subprocess.Popen(command, cwd=tmp_path, env=dict(os.environ, CPU_NUM_DEVICES='1'), stdout=said,
@@ -207,10 +208,9 @@ def test_a_killed_run_goes_on_with_other_devices(whole, data, tmp_path):
     assert steps[-1]['step'] < 12 and {x['compiles'] for x in steps} == {4}, said
     assert 'compiled 4 graphs' in said  # the first weights, evaluation, sampling, the training step
     assert evals[0]['val_loss'] == pytest.approx(metrics(whole[0])[1][0]['val_loss'], rel=1e-6)
-    code, stdout, _ = run(tmp_path, data, '--strict')
+    code, stdout, _ = run(tmp_path, data, '--strict', '--mesh', '2,2,2')
     assert code == 0 and 'goes on from' in stdout
-    mine, theirs = metrics(tmp_path)[0], metrics(whole[0])[0]
-    assert [x['loss'] for x in mine] == pytest.approx([x['loss'] for x in theirs], rel=1e-4)
+    same_run(tmp_path, whole[0], exact=False)
 
 
 def test_init_from_takes_the_weights_alone(whole, data, tmp_path):
