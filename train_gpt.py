@@ -38,6 +38,7 @@ class Config:
     mesh: str = '1,-1,1'  # devices along data,fsdp,tensor; -1 is the rest
     seed: int = 1  # of weights, order of the data, dropout and samples
     init_from: str = ''  # folder of another run or checkpoint whose weights this new run starts from
+    reset_data: bool = False  # go on with other data, or another order of them, from their beginning
     strict: bool = False  # a compile after the first step is an error, not a warning
 
     layers: int = 4  # L
@@ -57,6 +58,7 @@ class Config:
     scan: bool = True  # one compiled layer run L times; false unrolls the layers: slow to compile, for comparison
 
     steps: int = 1000  # updates in all
+    stop_at: int = 0  # end after this step, with a checkpoint and the schedule of all steps; 0 is at the last
     global_batch: int = 8  # sequences for each update, over all devices
     accumulate: int = 1  # micro-batches that a global batch is cut into, to save memory
     lr: float = 3e-3  # the highest learning rate
@@ -75,7 +77,8 @@ class Config:
     eval_every: int = 250  # steps between evaluations, 0 only at the end
     eval_windows: int = 128  # validation windows to evaluate, spread evenly over all; 0 is all
     save_every: int = 250  # steps between checkpoints; the last step is saved too; 0 is only that
-    keep: int = 2  # checkpoints to keep
+    keep: int = 2  # newest checkpoints to keep
+    keep_every: int = 0  # and for ever those of every n-th step; 0 is none
     sample_tokens: int = 200  # length of the text written at evaluations; 0 is none
     prompt: str = ''  # what the text goes on from
     temperature: float = 0.8  # of the sampled text; 0 takes the likeliest token
@@ -101,7 +104,7 @@ def check(cfg: Config):
     for names, least, most in (
             ('layers width heads kv_heads head_size mlp_width seq_len steps global_batch accumulate log_every keep '
              'max_bad', 1, 2**31 - 1),
-            ('warmup eval_every eval_windows save_every sample_tokens', 0, 2**31 - 1),
+            ('warmup stop_at eval_every eval_windows save_every keep_every sample_tokens', 0, 2**31 - 1),
             ('lr norm_eps adam_eps rope_theta', 1e-30, 1e30),
             ('weight_decay clip z_loss temperature', 0.0, 1e30),
             ('dropout beta1 beta2', 0.0, 0.99999),
@@ -382,13 +385,17 @@ def train_step(cfg: Config, model: GPT, state: dict, ids_BT: torch.Tensor, targe
 
 
 @torch.no_grad()
-def evaluate(cfg: Config, model: GPT, windows: shards.Windows, rows: np.ndarray, to_device) -> float:
-    """Mean loss in nats over a fixed set of windows: the same on any number of devices and hosts."""
+def evaluate(cfg: Config, model: GPT, windows: shards.Windows, rows: np.ndarray, to_device,
+             asked_to_stop=lambda: False) -> float | None:
+    """Mean loss in nats over a fixed set of windows: the same on any number of devices and hosts. None if stopped."""
     import torch_xla
     model.eval()
     sums = []
     for ids_BT, targets_BT in shards.eval_batches(windows, cfg.eval_windows, cfg.global_batch // cfg.accumulate, rows,
                                                   to_device):
+        if asked_to_stop():
+            model.train()
+            return None
         nll, _ = loss_sums(model, ids_BT, targets_BT)
         sums.append(torch.stack([nll, (targets_BT != shards.IGNORE).sum().float()]))
         torch_xla.sync()
@@ -405,7 +412,7 @@ def next_logits(model: GPT, ids_BT: torch.Tensor, position: torch.Tensor) -> tor
 
 
 def sample(cfg: Config, model: GPT, tokenizer, vocab_size: int, separator: int, to_device, rows: int,
-           n_tokens: int) -> str:
+           n_tokens: int, asked_to_stop=lambda: False) -> str:
     """Text after cfg.prompt. The ids stay in a buffer of fixed length on the host, so any length is the same graph;
     past seq_len the oldest half of them makes room. The tokens are drawn on the host: the same text on any device."""
     import torch_xla
@@ -415,6 +422,8 @@ def sample(cfg: Config, model: GPT, tokenizer, vocab_size: int, separator: int, 
     prompt = tokenizer.encode(cfg.prompt) if cfg.prompt else []
     text, context = list(prompt), [separator, *prompt][-T:]
     for _ in range(n_tokens):
+        if asked_to_stop():
+            break
         context_BT = np.zeros((rows, T), np.int32)
         context_BT[:, :len(context)] = context
         ids_BT, _ = to_device(context_BT, context_BT)
@@ -441,39 +450,41 @@ def main(argv: list[str] | None = None):
     cfg = config.parse(Config, PRESETS, argv, __doc__)
     try:
         check(cfg)
-        with checkpoint.alone(cfg.out):
-            run(cfg)
+        cfg = find_data(cfg)
+        with checkpoint.alone(cfg.out), runtime.StopSignal() as stop:
+            run(cfg, stop)
     except (UserError, OSError) as e:  # OSError: a folder that cannot be made or written
         print(f'error: {e}', file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print('interrupted before the first step', file=sys.stderr)
+    except KeyboardInterrupt:  # while the data were made
         sys.exit(130)
 
 
-def run(cfg: Config):
+def run(cfg: Config, stop: runtime.StopSignal):
     # What can be refused is refused first: before the devices are asked for, before a compile, before the run's folder
     # is touched.
-    cfg = find_data(cfg)
     manifest = shards.load_manifest(cfg.data)
     vocab_size = manifest['vocab_size']
     tokenizer_hash = manifest['tokenizer'] and manifest['tokenizer']['sha256']
     out = Path(cfg.out)
     resume = checkpoint.newest(out / 'ckpt')
+    data_hash = shards.fingerprint(manifest)
     meta, changed = {'step': 0, 'consumed': 0}, {}
     if resume:
         meta = checkpoint.read_meta(resume, *META)
         changed = check_same_model(cfg, resume, meta, vocab_size, tokenizer_hash)
+        check_same_data(cfg, resume, meta, data_hash)
     elif cfg.init_from:
         source = Path(cfg.init_from)
-        source = source if (source / 'meta.json').exists() else checkpoint.newest(source / 'ckpt')
+        source = source if checkpoint.STEP.fullmatch(source.name) else checkpoint.newest(source / 'ckpt')
         if source is None:
             raise UserError(f'--init_from {cfg.init_from}: neither a checkpoint nor a run with one')
         check_same_model(cfg, source, checkpoint.read_meta(source, *META), vocab_size, tokenizer_hash,
                          may_differ=('rope_theta', 'norm_eps'))  # as for longer sequences than before
-    start_step = meta['step']
-    if start_step >= cfg.steps:
-        print(f'{cfg.out} is complete: step {start_step} of {cfg.steps}. More: a larger --steps; anew: another --out')
+    start_step, end = meta['step'], min(cfg.stop_at or cfg.steps, cfg.steps)
+    if start_step >= end:
+        print(f'{cfg.out} is complete: step {start_step} of {end}. More: a larger --steps or --stop_at; anew: another '
+              f'--out')
         return
 
     rt = runtime.start(cfg.device)
@@ -481,9 +492,9 @@ def run(cfg: Config):
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.spmd as xs
 
-    if rt.process_count > 1:
-        raise UserError(f'{rt.process_count} hosts: checkpoints are written by one host only so far, so this would '
-                        f'lose the run; use a slice with one host (v5e-8, v6e-8, v4-8)')
+    stop.group = checkpoint.process_group(rt.process_count)
+    save_group = checkpoint.process_group(rt.process_count)  # another one: it is used by the thread that writes
+    checkpoint.check_shared(out, save_group)
     mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
     row_shards = mesh.mesh_shape[0] * mesh.mesh_shape[1]
     if cfg.global_batch % (row_shards * cfg.accumulate):
@@ -534,8 +545,8 @@ def run(cfg: Config):
         say(f'the warm-up of {cfg.warmup} steps is longer than the run: the learning rate never reaches {cfg.lr}')
     if val is None:
         say(f'{cfg.data} has no validation tokens: nothing is evaluated')
-    every = cfg.save_every or cfg.steps
-    say(f'next checkpoint after step {min((start_step // every + 1) * every, cfg.steps)}')
+    every = cfg.save_every or end
+    say(f'next checkpoint after step {min((start_step // every + 1) * every, end)}')
 
     row_sharding = xs.ShardingSpec(mesh, (BATCH, None))
 
@@ -554,7 +565,9 @@ def run(cfg: Config):
     def evaluate_and_sample(step: int, n_tokens: int):
         nonlocal best, text
         if val is not None:
-            loss = evaluate(cfg, model, val, rows(cfg.global_batch // cfg.accumulate), to_device)
+            loss = evaluate(cfg, model, val, rows(cfg.global_batch // cfg.accumulate), to_device, stop.asked)
+            if loss is None:
+                return
             best = min(best, loss)
             bpb = loss / math.log(2) / bytes_per_token if bytes_per_token else None
             if step > start_step or step == 0:  # at the start of a resumed run it is on record
@@ -563,16 +576,17 @@ def run(cfg: Config):
             say(f'step {step}: validation loss {loss:.4f}' + (f', {bpb:.4f} bits per byte' if bpb else ''))
         if tokenizer is not None:
             n_ids = min(vocab_size, tokenizer.vocab_size)  # a vocabulary may be padded: GPT-2's to 50,304
-            text = sample(cfg, model, tokenizer, n_ids, manifest['separator'], to_device, row_shards, n_tokens)
-            if rt.main and step > start_step:
+            text = sample(cfg, model, tokenizer, n_ids, manifest['separator'], to_device, row_shards, n_tokens,
+                          stop.asked)
+            if rt.main and step > start_step and not stop.signum:
                 (out / 'samples').mkdir(exist_ok=True)
                 (out / 'samples' / f'step_{step:08d}.txt').write_text(text, encoding='utf-8')
 
     def save(step: int):
-        path = checkpoint.save(out / 'ckpt', step, weights | state, dict(
-            consumed=loader.position, vocab_size=vocab_size, tokenizer=tokenizer_hash, best=best,
-            wall_s=time.perf_counter() - started, config=asdict(cfg)), cfg.keep)
-        say(f'step {step}: wrote {path}')
+        saver.save(step, weights | state, dict(
+            consumed=meta['consumed'] + (step - start_step) * cfg.global_batch, vocab_size=vocab_size,
+            tokenizer=tokenizer_hash, data=data_hash, best=best, wall_s=time.perf_counter() - started,
+            config=asdict(cfg)))
 
     bad_in_row = 0
 
@@ -592,15 +606,19 @@ def run(cfg: Config):
             meter.restart(step)
 
     watch = runtime.CompileWatch(cfg.strict, say)
-    with shards.Loader(train, cfg.global_batch, cfg.seed, meta['consumed'], rows(cfg.global_batch),
-                       to_device) as loader, runtime.StopSignal() as stop:
+    with (checkpoint.Saver(out / 'ckpt', cfg.keep, cfg.keep_every, say, save_group) as saver,
+          shards.Loader(train, cfg.global_batch, cfg.seed, meta['consumed'], rows(cfg.global_batch), to_device,
+                        give_up=lambda: rt.process_count == 1 and stop.signum > 0) as loader):
         say('compiling evaluation and sampling ...')
         evaluate_and_sample(start_step, n_tokens=1)
         meter = Meter(start_step)
-        unread = None  # the step before, whose metrics are read while the device works on this one
+        step, unread = start_step, None  # the step before, whose metrics are read while the device works on this one
         say('compiling the training step ... (after it nothing is compiled)')
-        for step in range(start_step + 1, cfg.steps + 1):
-            ids_BT, targets_BT = next(loader)
+        while step < end and not stop.asked():
+            if (batch := next(loader, None)) is None:
+                break
+            step += 1
+            ids_BT, targets_BT = batch
             lr = lr_at(cfg, step - 1)
             traced = time.perf_counter()
             # The device's random numbers depend on seed and step alone: nothing in between can shift them.
@@ -611,17 +629,18 @@ def run(cfg: Config):
             torch_xla.sync()  # here the graph ends, and the device starts on it as soon as it is free
             more['compiles'] = watch.check(step, 'training step')
 
-            first, last = step == start_step + 1, step == cfg.steps
-            evaluates = last or bool(cfg.eval_every) and step % cfg.eval_every == 0
-            saves = last or bool(cfg.save_every) and step % cfg.save_every == 0
+            first = step == start_step + 1
+            evaluates = step == cfg.steps or bool(cfg.eval_every) and step % cfg.eval_every == 0
+            saves = bool(cfg.save_every) and step % cfg.save_every == 0
             if unread:
                 report(unread[0], unread[1], **unread[2])
             unread = step, metrics, more
-            if first or evaluates or saves or bad_in_row or stop.signum:
+            if first or evaluates or saves or bad_in_row or step == end:
                 report(step, metrics, **more)
                 unread = None
             if first:
                 watch.all_compiled()
+                stop.nothing_to_save = False
                 say(f'compiled {more["compiles"]} graphs, {time.perf_counter() - began:.0f} s after the start')
                 meter.restart(step)  # throughput leaves compiling out
             with meter.pause():
@@ -629,20 +648,27 @@ def run(cfg: Config):
                     save(step)
                     raise UserError(f'step {step}: {bad_in_row} steps in a row without a finite loss and gradient. The '
                                     f'weights are those before them. Look at the data, or lower --lr')
-                if evaluates and not stop.signum:
+                if evaluates:
                     evaluate_and_sample(step, cfg.sample_tokens)
-                if saves or stop.signum:
+                if saves:
                     save(step)
-                if stop.signum and not last:
-                    say(f'stopped after step {step}: the same command goes on')
-                    sys.exit(128 + stop.signum)
                 watch.check(step, 'evaluating or saving')
+        if unread:
+            report(unread[0], unread[1], **unread[2])
+        if step > start_step:
+            save(step)  # if it is not there already
+        saver.wait()
     track.close()
+    if saver.failed_last:
+        raise UserError(f'step {step} is not saved, see above: make room in {out} and start again')
+    if step < end:
+        say(f'stopped after step {step}: the same command goes on')
+        sys.exit(stop.exit_code)
     if text:
-        say(f'\nA sample after {cfg.steps} steps:\n\n{text}')
+        say(f'\nA sample after {step} steps:\n\n{text}')
 
 
-META = 'consumed', 'vocab_size', 'tokenizer', 'config'  # what a checkpoint says of itself beside its step
+META = 'consumed', 'vocab_size', 'tokenizer', 'data', 'config'  # what a checkpoint says of itself beside its step
 SHAPE = ('layers', 'width', 'heads', 'kv_heads', 'head_size', 'mlp_width', 'tied', 'qk_norm', 'rope_theta', 'norm_eps')
 
 
@@ -661,6 +687,19 @@ def check_same_model(cfg: Config, path: Path, meta: dict, vocab_size: int, token
         raise UserError(f'{path} was trained on ids of another tokenizer than that of {cfg.data}: prepare the text '
                         f'with the first one (data/text.py --tokenizer FILE)')
     return {k: v for k, v in changed.items() if k not in ('preset', 'out', 'init_from')}
+
+
+def check_same_data(cfg: Config, path: str, meta: dict, data_hash: str):
+    """Refuses to go on in the middle of another order of data, where windows would be seen twice or never."""
+    then = meta['config']
+    differs = [f'--{k} {then[k]}, not {getattr(cfg, k)}' for k in ('seed', 'seq_len') if then[k] != getattr(cfg, k)]
+    if meta['data'] != data_hash:
+        differs.append(f'other tokens than those in {cfg.data} now')
+    if differs and cfg.reset_data:
+        meta['consumed'] = 0
+    elif differs:
+        raise UserError(f'{path} was trained with {"; ".join(differs)}: use these, or --reset_data to go on from the '
+                        f'beginning of the data')
 
 
 def find_data(cfg: Config) -> Config:

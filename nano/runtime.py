@@ -6,9 +6,11 @@ import hashlib
 import importlib.metadata
 import os
 import re
+import select
 import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -232,8 +234,8 @@ def check_sharding(weights: dict, table: dict[str, tuple], mesh, say: Callable[[
 
     `weights`: name -> device tensor; `table`: name -> mesh axes of each dimension. Raises UserError if a weight is not
     in the table, if its sharding is not what the table says, or if more than `replicated_share` of all bytes is on
-    every device in full although the mesh could divide it: a forgotten weight shows up as lack of memory only, on the day
-    when the model grows (huggingface/transformers#28949).
+    every device in full although the mesh could divide it: a forgotten weight shows up as lack of memory only, on the
+    day when the model grows (huggingface/transformers#28949).
     """
     import torch_xla
     missing = sorted(set(weights) - set(table)), sorted(set(table) - set(weights))
@@ -261,25 +263,68 @@ def check_sharding(weights: dict, table: dict[str, tuple], mesh, say: Callable[[
 
 
 class StopSignal:
-    """Turns Ctrl-C and SIGTERM into a request that the loop reads between two steps, when the weights are whole; a
-    second signal ends the process at once."""
+    """Turns Ctrl-C and SIGTERM into a request that the loop reads where the weights are whole, see `asked`.
 
-    signum = 0
+    A thread answers at once, also while Python's own handlers cannot run: during a compile they came 71 s late. Where
+    there is `nothing_to_save` it ends the process then and there, elsewhere at a second signal, or if the process has
+    not ended `grace_s` seconds after the first. Exit code: 128 + the signal's number. Use it in `with`, in the main
+    thread."""
+
+    def __init__(self, grace_s: float = 120):
+        self.signum, self.group, self.nothing_to_save, self.grace_s = 0, None, True, grace_s
+        self._agreed, self._pending = 0, None
+
+    def asked(self) -> bool:
+        """Whether to stop here. With several hosts (`group`, see checkpoint.process_group) each must call it at the
+        same places: all get the same answer, one call after the first of them was asked, and none waits for it."""
+        import torch
+        if self.group is None:
+            return self.signum > 0
+        if self._pending:
+            work, flag = self._pending
+            work.wait()
+            self._agreed = self._agreed or int(flag)
+        flag = torch.tensor([self.signum])
+        work = torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self.group, async_op=True)
+        self._pending = work, flag
+        return self._agreed > 0
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + (self._agreed or self.signum)
 
     def __enter__(self) -> 'StopSignal':
-        self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        threading.Thread(target=self._watch, daemon=True, name='signals').start()
+        # Python's handlers do nothing; that they are set makes the interpreter write to the pipe.
+        self._before = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *_):
-        for s, handler in self.before.items():
+        signal.set_wakeup_fd(self._fd_before)
+        for s, handler in self._before.items():
             signal.signal(s, handler)
+        os.close(self._write)  # ends the thread
 
-    def _ask(self, signum, _frame):
-        if self.signum:
-            os._exit(128 + signum)
-        self.signum = signum
-        # Not print(): the signal may have come in the middle of one.
-        os.write(2, b'\nstopping: a checkpoint after this step, then the end; a second signal ends it at once\n')
+    def _watch(self):
+        deadline = None
+        while True:
+            ready, _, _ = select.select([self._read], [], [], deadline and max(0.0, deadline - time.monotonic()))
+            signum = os.read(self._read, 1) if ready else None
+            if signum == b'':
+                return os.close(self._read)
+            if signum and signum[0] not in (signal.SIGINT, signal.SIGTERM):
+                continue  # another one that has a handler
+            if deadline:  # a second signal, or time is up
+                os._exit(128 + self.signum)
+            self.signum, deadline = signum[0], time.monotonic() + self.grace_s
+            if self.nothing_to_save:
+                os.write(2, b'\nstopped before the first step: there is nothing to save\n')
+                os._exit(128 + self.signum)
+            # Not print(): the main thread may be in the middle of one.
+            os.write(2, b'\nstopping: a checkpoint, then the end; a second signal ends it at once\n')
 
 
 def rss_gb() -> float:

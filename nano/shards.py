@@ -230,6 +230,12 @@ def load_manifest(folder: str) -> dict:
     return manifest
 
 
+def fingerprint(manifest: dict) -> str:
+    """Changes with the tokens of a data set, not with where it lies or how it is called."""
+    content = [(s['split'], s['tokens'], s['sha256']) for s in manifest['shards']]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
 def bytes_per_token(manifest: dict, split: str) -> float | None:
     """UTF-8 bytes of text for each token of a split, separators counted as tokens of 0 bytes: a loss in nats for each
     token over ln 2 and this is bits per byte. None if the bytes of a shard are unknown."""
@@ -446,15 +452,18 @@ class Loader:
     rows: which rows of the global batch this host's devices need (None: all). A batch is to_device(x, y), x and y int32
     [B, T] of full size: torch_xla takes the global array from each host and sends only the shards of its own devices.
     The other rows are never read and stay 0 / IGNORE. Up to prefetch + 1 batches exist besides those handed out.
-    What fails in the thread is raised by the next()s after the batches before it. Close it, or use it in `with`."""
+    What fails in the thread is raised by the next()s after the batches before it; where data do not come, next() ends
+    the iteration as soon as `give_up()` is true. Close it, or use it in `with`."""
 
     def __init__(self, windows: Windows, global_batch: int, seed: int, start: int = 0, rows: np.ndarray | None = None,
-                 to_device: Callable = lambda x, y: (x, y), prefetch: int = 2):
+                 to_device: Callable = lambda x, y: (x, y), prefetch: int = 2,
+                 give_up: Callable[[], bool] = lambda: False):
         rows = _check_rows(global_batch, rows)
         if start < 0 or prefetch < 1:
             raise ValueError(f'start {start} must be at least 0 and prefetch {prefetch} at least 1')
         self.position, self.global_batch = start, global_batch  # windows consumed by the batches handed out so far
         self.wait_s = 0.0  # seconds that the last next() waited for data
+        self._give_up = give_up
         self._queue, self._stop, self._error = queue.Queue(prefetch), threading.Event(), None
         # The thread must not hold the loader itself: one that is dropped without close() could then never end.
         self._thread = threading.Thread(target=_produce, daemon=True, name='loader', args=(
@@ -471,6 +480,8 @@ class Loader:
             try:
                 batch, self._error = self._queue.get(timeout=0.5)
             except queue.Empty:
+                if self._give_up():
+                    break
                 continue
             if self._error is None:
                 self.wait_s = time.perf_counter() - began

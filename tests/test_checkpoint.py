@@ -29,6 +29,12 @@ def place(tensors, specs, mesh):
     return out
 
 
+def save(folder, step, tensors, say=print, keep=9, keep_every=0, **meta):
+    with checkpoint.Saver(folder, keep, keep_every, say) as saver:
+        saver.save(step, tensors, meta)
+    return f'{folder}/step_{step:08d}'
+
+
 def read_by_torch(path):
     reader = dcp.FileSystemReader(path)
     found = {n: torch.full(m.size, -7.0) for n, m in reader.read_metadata().state_dict_metadata.items()}
@@ -56,8 +62,9 @@ def test_each_part_is_written_once_and_read_onto_any_mesh(devices, tmp_path, see
     for case, mesh in enumerate(MESHES):
         tensors, specs = random_case(rng, generator)
         on_device = place(tensors, specs, runtime.make_mesh(mesh, 8))
-        path = checkpoint.save(tmp_path / str(case), 5, on_device, {'x': 1}, keep=1)
-        assert checkpoint.read_meta(path, 'x') == {'step': 5, 'x': 1} and checkpoint.newest(tmp_path / str(case)) == path
+        path = save(tmp_path / str(case), 5, on_device, x=1)
+        meta = checkpoint.read_meta(path, 'x')
+        assert meta['step'] == 5 and meta['x'] == 1 and checkpoint.newest(tmp_path / str(case)) == path
         found = read_by_torch(path)
         assert found.keys() == tensors.keys()
         assert all(torch.equal(found[n], t) for n, t in tensors.items()), (mesh, specs)
@@ -73,7 +80,7 @@ def test_each_part_is_written_once_and_read_onto_any_mesh(devices, tmp_path, see
 def test_another_model_is_refused(devices, tmp_path):
     mesh = runtime.make_mesh('1,8,1', 8)
     specs = {'a': ('fsdp', None), 'b': (None,), 'c': (None,)}
-    path = checkpoint.save(tmp_path, 1, place({'a': torch.ones(8, 2), 'b': torch.ones(3)}, specs, mesh), {})
+    path = save(tmp_path, 1, place({'a': torch.ones(8, 2), 'b': torch.ones(3)}, specs, mesh))
     for wrong, message in (({'a': torch.ones(8, 3)}, r'a is \(8, 2\), this model.s is \(8, 3\)'),
                            ({'c': torch.ones(3)}, 'has no c')):
         with pytest.raises(UserError, match=message):

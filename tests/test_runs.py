@@ -167,28 +167,35 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(whole, data, tmp_path
 
 
 STOPPED = '''
-import os, signal, sys, time
+import signal, sys, time
 from nano.runtime import StopSignal
-with StopSignal() as stop:
+how = sys.argv[1]
+with StopSignal(grace_s=1 if how == 'never' else 60) as stop:
+    stop.nothing_to_save = how == 'before'
     print('ready', flush=True)
-    while not stop.signum or sys.argv[1] == 'twice':
+    while not stop.asked() or how != 'once':
         time.sleep(0.01)
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-sys.exit(128 + stop.signum)
+sys.exit(stop.exit_code)
 '''
 
 
 @pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize('times', ['once', 'twice'])
-def test_a_second_signal_ends_at_once(signum, times):
-    process = subprocess.Popen([sys.executable, '-c', STOPPED, times], cwd=ROOT, stdout=subprocess.PIPE,
+@pytest.mark.parametrize('how', ['once', 'twice', 'before', 'never'])
+def test_how_a_signal_ends_the_process(signum, how):
+    """Asked, the loop ends; without an answer it is ended by a second signal or after the grace; and where there is
+    nothing to save, at once."""
+    process = subprocess.Popen([sys.executable, '-c', STOPPED, how], cwd=ROOT, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == 'ready\n'
     process.send_signal(signum)
-    if times == 'twice':
-        assert 'stopping' in process.stderr.readline() + process.stderr.readline() and process.poll() is None
+    assert process.stderr.readline() == '\n'
+    assert process.stderr.readline().startswith('stopped before' if how == 'before' else 'stopping: a checkpoint')
+    if how == 'twice':
+        time.sleep(0.2)
+        assert process.poll() is None
         process.send_signal(signum)
-    assert process.wait(10) == 128 + signum
+    assert process.wait(10) == 128 + signum and process.stderr.read() == ''
 
 
 def test_a_killed_run_goes_on_with_other_devices(whole, data, tmp_path):
@@ -373,10 +380,6 @@ def test_refusals_before_devices_are_asked_for(data, tmp_path, monkeypatch):
     if not runtime.tpu_chips():
         code, _, stderr = run(tmp_path, data, '--device', 'tpu')
         assert code == 2 and 'no TPU on this machine' in stderr and '--device cpu' in stderr
-    with monkeypatch.context() as m:
-        m.setattr(runtime, 'process_index_and_count', lambda: (1, 4))
-        code, _, stderr = run(tmp_path, data)
-        assert code == 2 and '4 hosts' in stderr
     assert not (tmp_path / 'metrics.jsonl').exists()
 
 
