@@ -60,7 +60,7 @@ class Saver:
                          f'{waited - began:.2f} s to finish the save before and {copied - waited:.2f} s to copy, then '
                          f'{time.perf_counter() - copied:.2f} s in the background')
                 self._prune()
-            except Exception as e:
+            except BaseException as e:  # torch's CheckpointException is no Exception
                 self.failed_last = True
                 self.say(f'error: step {step}: NO CHECKPOINT was written ({_cause(e)}). Training goes on; until one is '
                          f'written a stop loses the steps since {self.committed or "the start of this process"}')

@@ -1,5 +1,13 @@
 """nano/checkpoint.py on 8 devices: what is written, read by PyTorch alone, and read back onto other meshes."""
+import os
 import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from nano import UserError, checkpoint, runtime
 
+ROOT = Path(__file__).resolve().parent.parent
 MESHES = '1,8,1', '2,2,2', '8,1,1', '1,1,8', '4,2,1'
 AXES = None, 'data', 'fsdp', 'tensor', ('data', 'fsdp')
 
@@ -85,3 +94,110 @@ def test_another_model_is_refused(devices, tmp_path):
                            ({'c': torch.ones(3)}, 'has no c')):
         with pytest.raises(UserError, match=message):
             checkpoint.load(path, place(wrong, specs, mesh))
+
+
+def some_tensors(n=3):
+    return place({f'w{i}': torch.full((64, 100), float(i)) for i in range(n)},
+                 {f'w{i}': ('fsdp', None) for i in range(n)}, runtime.make_mesh('1,8,1', 8))
+
+
+def test_a_full_disk_is_said_and_the_run_goes_on(devices, tmp_path):
+    """A limit on the size of files stands for the disk: the save fails as a whole, the one before stays, the next is
+    written."""
+    said = []
+    with checkpoint.Saver(tmp_path, 9, say=said.append) as saver:
+        saver.save(1, some_tensors(), {})
+        saver.wait()
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            saver.save(2, some_tensors(), {})
+            saver.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert saver.failed_last and 'step 2: NO CHECKPOINT' in said[-1] and 'since 1' in said[-1]
+        assert checkpoint.newest(tmp_path, said.append) == f'{tmp_path}/step_00000001'
+        saver.save(3, some_tensors(), {})
+        saver.wait()
+        assert not saver.failed_last
+    assert checkpoint.complete(tmp_path) == [f'{tmp_path}/step_{n:08d}' for n in (1, 3)]
+    tmp_path.chmod(0o500)  # root may write all the same
+    if os.getuid():
+        save(tmp_path, 4, some_tensors(), said.append)
+        assert 'step 4: NO CHECKPOINT' in said[-1] and 'Permission' in said[-1]
+
+
+def test_what_is_incomplete_is_said_and_never_read(devices, tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step, some_tensors())
+    good, last = f'{tmp_path}/step_00000002', tmp_path / 'step_00000003'
+    part = next(last.glob('*.distcp'))
+    whole, meta = part.read_bytes(), (last / 'meta.json').read_text()
+    for break_it, why in ((lambda: part.write_bytes(whole[:-1]), f'{part.name} has {len(whole) - 1:,} bytes of'),
+                          (lambda: part.unlink(), f'{part.name} is missing'),
+                          (lambda: (last / '.metadata').unlink(), '.metadata is missing'),
+                          (lambda: (last / 'meta.json').write_text(meta[:-5]), 'meta.json cannot be read'),
+                          (lambda: (last / 'meta.json').write_text('[]'), 'meta.json cannot be read'),
+                          (lambda: (last / 'meta.json').unlink(), 'has no meta.json')):
+        copy = tmp_path / 'copy'
+        shutil.copytree(last, copy)
+        break_it()
+        said = []
+        assert checkpoint.newest(tmp_path, said.append) == good
+        assert len(said) == 1 and str(last) in said[0] and why in said[0]
+        with pytest.raises(UserError, match=re.escape(why)):
+            checkpoint.read_meta(last)
+        shutil.rmtree(last)
+        copy.rename(last)
+    assert checkpoint.newest(tmp_path) == str(last)
+    for step in (1, 2, 3):
+        (tmp_path / f'step_{step:08d}' / 'meta.json').unlink()
+    with pytest.raises(UserError, match='only incomplete checkpoints .step_00000001, step_00000002, step_00000003'):
+        checkpoint.newest(tmp_path, said.append)
+    assert checkpoint.newest(tmp_path / 'nothing') is None
+
+
+@pytest.mark.parametrize('place_', ['disk', 'memory'])
+def test_which_are_kept(devices, tmp_path, place_):
+    """On a disk, and in fsspec's stand-in for an object store, which has no rename."""
+    folder = tmp_path if place_ == 'disk' else f'memory://{tmp_path.name}/run'
+    tensors = some_tensors()
+    with checkpoint.Saver(folder, keep=2, keep_every=3, say=print) as saver:
+        for step in range(1, 9):
+            saver.save(step, tensors, {'n': step})
+    assert [checkpoint.step_of(p) for p in checkpoint.complete(folder)] == [3, 6, 7, 8]
+    newest = checkpoint.newest(folder)
+    assert checkpoint.read_meta(newest, 'n')['n'] == 8
+    back = some_tensors()
+    for t in back.values():
+        t.zero_()
+    checkpoint.load(newest, back)
+    assert all(torch.equal(back[n].cpu(), tensors[n].cpu()) for n in tensors)
+
+
+def test_a_kill_while_saving_leaves_what_was_complete(devices, tmp_path, seed):
+    """SIGKILL at random moments of a process that does nothing but save: the newest complete one can always be read."""
+    rng = random.Random(seed)
+    code = f'''
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from test_checkpoint import *
+runtime.start('cpu')
+import torch_xla
+with checkpoint.Saver({str(tmp_path)!r}, keep=2, say=lambda text: print(text, flush=True)) as saver:
+    for step in range(int(sys.argv[1]) + 1, 1000):
+        saver.save(step, place({{'w': torch.full((64, 5000), float(step))}}, {{'w': ('fsdp', None)}},
+                               runtime.make_mesh('1,8,1', 8)), {{}})
+'''
+    last = 0
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, '-c', code, str(last)], stdout=subprocess.PIPE, text=True)
+        while 'wrote' not in process.stdout.readline():
+            assert process.poll() is None
+        time.sleep(rng.random() * 0.5)
+        process.kill()
+        process.wait()
+        path = checkpoint.newest(tmp_path)
+        assert checkpoint.step_of(path) > last
+        last = checkpoint.step_of(path)
+        assert torch.equal(read_by_torch(path)['w'], torch.full((64, 5000), float(last)))
