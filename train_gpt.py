@@ -469,9 +469,9 @@ def run(cfg: Config, stop: runtime.StopSignal):
     out = Path(cfg.out)
     resume = checkpoint.newest(out / 'ckpt')
     data_hash = shards.fingerprint(manifest)
-    meta, changed = {'step': 0, 'consumed': 0}, {}
+    meta, changed = dict(step=0, consumed=0, tokens=0, best=math.inf, wall_s=0.0, owed=True), {}
     if resume:
-        meta = checkpoint.read_meta(resume, *META)
+        meta = checkpoint.read_meta(resume, META)
         changed = check_same_model(cfg, resume, meta, vocab_size, tokenizer_hash)
         check_same_data(cfg, resume, meta, data_hash)
     elif cfg.init_from:
@@ -479,10 +479,10 @@ def run(cfg: Config, stop: runtime.StopSignal):
         source = source if checkpoint.STEP.fullmatch(source.name) else checkpoint.newest(source / 'ckpt')
         if source is None:
             raise UserError(f'--init_from {cfg.init_from}: neither a checkpoint nor a run with one')
-        check_same_model(cfg, source, checkpoint.read_meta(source, *META), vocab_size, tokenizer_hash,
+        check_same_model(cfg, source, checkpoint.read_meta(source, META), vocab_size, tokenizer_hash,
                          may_differ=('rope_theta', 'norm_eps'))  # as for longer sequences than before
     start_step, end = meta['step'], min(cfg.stop_at or cfg.steps, cfg.steps)
-    if start_step >= end:
+    if start_step >= end and not meta['owed']:
         print(f'{cfg.out} is complete: step {start_step} of {end}. More: a larger --steps or --stop_at; anew: another '
               f'--out')
         return
@@ -526,7 +526,7 @@ def run(cfg: Config, stop: runtime.StopSignal):
         raise UserError(f'{out}: {free / 1e6:,.1f} MB are free there, a checkpoint takes {n_bytes / 1e6:,.1f}')
     if resume:
         checkpoint.load(resume, weights | state)
-        say(f'goes on from {resume}' + ''.join(f', --{k} {new} (was {old})' for k, (old, new) in changed.items()))
+        say(f'goes on from {resume}' + ''.join(f', --{k} {new!r} (was {old!r})' for k, (old, new) in changed.items()))
     elif cfg.init_from:
         checkpoint.load(source, weights)
         say(f'starts from the weights of {source}')
@@ -557,41 +557,50 @@ def run(cfg: Config, stop: runtime.StopSignal):
         return runtime.rows_of_host(batch, mesh, rt)
 
     bytes_per_token = shards.bytes_per_token(manifest, 'val')
-    best = meta.get('best', math.inf)
-    text = ''
+    best, text = meta['best'], ''
     began = time.perf_counter()
-    started = began - meta.get('wall_s', 0.0)  # as if the run had never stopped
+    started = began - meta['wall_s']  # as if the run had never stopped
 
-    def evaluate_and_sample(step: int, n_tokens: int):
+    def tokens_at(step: int) -> int:
+        return meta['tokens'] + (step - start_step) * tokens_per_step
+
+    def evaluate_and_sample(step: int, record: bool = True) -> bool:
+        """Returns False if it was stopped, and then nothing of it is on record: it is owed."""
         nonlocal best, text
+        loss, new_text = None, ''
         if val is not None:
             loss = evaluate(cfg, model, val, rows(cfg.global_batch // cfg.accumulate), to_device, stop.asked)
-            if loss is None:
-                return
-            best = min(best, loss)
-            bpb = loss / math.log(2) / bytes_per_token if bytes_per_token else None
-            if step > start_step or step == 0:  # at the start of a resumed run it is on record
-                track.log(step, val_loss=loss, val_bpb=bpb, tokens=step * tokens_per_step,
-                          wall_s=time.perf_counter() - started)
-            say(f'step {step}: validation loss {loss:.4f}' + (f', {bpb:.4f} bits per byte' if bpb else ''))
         if tokenizer is not None:
             n_ids = min(vocab_size, tokenizer.vocab_size)  # a vocabulary may be padded: GPT-2's to 50,304
-            text = sample(cfg, model, tokenizer, n_ids, manifest['separator'], to_device, row_shards, n_tokens,
-                          stop.asked)
-            if rt.main and step > start_step and not stop.signum:
-                (out / 'samples').mkdir(exist_ok=True)
-                (out / 'samples' / f'step_{step:08d}.txt').write_text(text, encoding='utf-8')
+            n_tokens = cfg.sample_tokens if record and step else 1
+            new_text = sample(cfg, model, tokenizer, n_ids, manifest['separator'], to_device, row_shards, n_tokens,
+                              stop.asked)
+        if stop.asked():
+            return False
+        text = new_text
+        if loss is not None:
+            best = min(best, loss)
+            bpb = loss / math.log(2) / bytes_per_token if bytes_per_token else None
+            if record:
+                track.log(step, val_loss=loss, val_bpb=bpb, tokens=tokens_at(step),
+                          wall_s=time.perf_counter() - started)
+            say(f'step {step}: validation loss {loss:.4f}' + (f', {bpb:.4f} bits per byte' if bpb else ''))
+        if rt.main and record and step and text:
+            (out / 'samples').mkdir(exist_ok=True)
+            (out / 'samples' / f'step_{step:08d}.txt').write_text(text, encoding='utf-8')
+        return True
 
     def save(step: int):
         saver.save(step, weights | state, dict(
-            consumed=meta['consumed'] + (step - start_step) * cfg.global_batch, vocab_size=vocab_size,
-            tokenizer=tokenizer_hash, data=data_hash, best=best, wall_s=time.perf_counter() - started,
-            config=asdict(cfg)))
+            consumed=meta['consumed'] + (step - start_step) * cfg.global_batch, tokens=tokens_at(step), best=best,
+            wall_s=time.perf_counter() - started, owed=owed, vocab_size=vocab_size, tokenizer=tokenizer_hash,
+            data=data_hash, config=asdict(cfg)))
 
     bad_in_row = 0
 
-    def report(step: int, metrics: torch.Tensor, **more):
-        """Reads the metrics of a step, which waits until the device has done it, and records them."""
+    def report(step: int, metrics: torch.Tensor, **more) -> bool:
+        """Reads the metrics of a step, which waits until the device has done it, and records them. Returns whether they
+        are on record."""
         nonlocal bad_in_row
         loss, norm, ok = metrics.cpu().tolist()
         bad_in_row = 0 if ok else bad_in_row + 1
@@ -599,18 +608,20 @@ def run(cfg: Config, stop: runtime.StopSignal):
             say(f'step {step}: loss {loss}, gradient norm {norm}: this update was left out ({bad_in_row} in a row)')
         tokens_per_s = meter.rate(step) * tokens_per_step if step > start_step + 1 else math.nan  # that one compiled
         track.progress(step, loss, tokens_per_s)
-        if step % cfg.log_every == 0 or step in (start_step + 1, cfg.steps):
-            track.log(step, loss=loss, grad_norm=norm, tokens=step * tokens_per_step, tokens_per_s=tokens_per_s,
+        if logs := step % cfg.log_every == 0 or step in (start_step + 1, cfg.steps):
+            track.log(step, loss=loss, grad_norm=norm, tokens=tokens_at(step), tokens_per_s=tokens_per_s,
                       mfu=tokens_per_s * flops_per_token / rt.peak_flops if rt.peak_flops else None,
                       wall_s=time.perf_counter() - started, skipped=not ok, rss_gb=runtime.rss_gb(), **more)
-            meter.restart(step)
+        return logs
 
     watch = runtime.CompileWatch(cfg.strict, say)
     with (checkpoint.Saver(out / 'ckpt', cfg.keep, cfg.keep_every, say, save_group) as saver,
           shards.Loader(train, cfg.global_batch, cfg.seed, meta['consumed'], rows(cfg.global_batch), to_device,
                         give_up=lambda: rt.process_count == 1 and stop.signum > 0) as loader):
         say('compiling evaluation and sampling ...')
-        evaluate_and_sample(start_step, n_tokens=1)
+        owed = not evaluate_and_sample(start_step, record=meta['owed'])
+        if resume and rt.main and meta['owed'] and not owed:
+            checkpoint.amend(resume, owed=False)
         meter = Meter(start_step)
         step, unread = start_step, None  # the step before, whose metrics are read while the device works on this one
         say('compiling the training step ... (after it nothing is compiled)')
@@ -632,12 +643,13 @@ def run(cfg: Config, stop: runtime.StopSignal):
             first = step == start_step + 1
             evaluates = step == cfg.steps or bool(cfg.eval_every) and step % cfg.eval_every == 0
             saves = bool(cfg.save_every) and step % cfg.save_every == 0
-            if unread:
-                report(unread[0], unread[1], **unread[2])
+            logged = unread[0] if unread and report(unread[0], unread[1], **unread[2]) else 0
             unread = step, metrics, more
             if first or evaluates or saves or bad_in_row or step == end:
-                report(step, metrics, **more)
+                logged = step if report(step, metrics, **more) else logged
                 unread = None
+            if logged:
+                meter.restart(logged)
             if first:
                 watch.all_compiled()
                 stop.nothing_to_save = False
@@ -648,8 +660,7 @@ def run(cfg: Config, stop: runtime.StopSignal):
                     save(step)
                     raise UserError(f'step {step}: {bad_in_row} steps in a row without a finite loss and gradient. The '
                                     f'weights are those before them. Look at the data, or lower --lr')
-                if evaluates:
-                    evaluate_and_sample(step, cfg.sample_tokens)
+                owed = evaluates and not evaluate_and_sample(step)
                 if saves:
                     save(step)
                 watch.check(step, 'evaluating or saving')
@@ -661,14 +672,16 @@ def run(cfg: Config, stop: runtime.StopSignal):
     track.close()
     if saver.failed_last:
         raise UserError(f'step {step} is not saved, see above: make room in {out} and start again')
-    if step < end:
+    if step < end or owed:
         say(f'stopped after step {step}: the same command goes on')
         sys.exit(stop.exit_code)
     if text:
         say(f'\nA sample after {step} steps:\n\n{text}')
 
 
-META = 'consumed', 'vocab_size', 'tokenizer', 'data', 'config'  # what a checkpoint says of itself beside its step
+# What a checkpoint says of itself beside its step.
+META = dict(consumed=int, tokens=int, best=float, wall_s=float, owed=bool, vocab_size=int, tokenizer=(str, type(None)),
+            data=str, config=dict)
 SHAPE = ('layers', 'width', 'heads', 'kv_heads', 'head_size', 'mlp_width', 'tied', 'qk_norm', 'rope_theta', 'norm_eps')
 
 
@@ -677,6 +690,8 @@ def check_same_model(cfg: Config, path: Path, meta: dict, vocab_size: int, token
     """Refuses a checkpoint of another model or tokenizer: many of these have weights of the same shapes, and would go
     on with a high loss and no error. Returns {option: (value then, value now)} of the other options that differ."""
     then = meta['config']
+    if lacking := [k for k in (*SHAPE, 'seed', 'seq_len') if k not in then]:
+        raise UserError(f'{path}/meta.json: its config lacks {", ".join(lacking)}: another script wrote it')
     changed = {k: (then[k], v) for k, v in asdict(cfg).items() if k in then and then[k] != v}
     if other := [f'--{k} {changed[k][0]}, not {changed[k][1]}' for k in SHAPE
                 if k in changed and k not in may_differ]:

@@ -109,6 +109,7 @@ def derive(folder: str, separator: int | None = None, vocab_size: int | None = N
         log(f'{split}: {len(own)} shards, {sum(s["tokens"] for s in own):,} tokens')
     for split in {'train', 'val'} - set(splits):
         log(f'no {split} shards')
+    log(f'wrote {folder}/manifest.json')
     return manifest
 
 

@@ -151,7 +151,7 @@ def choose_val(low: int, high: int, n_val: int, n: int, args: argparse.Namespace
 def check_val(val: list[int], total: list[int], fraction: float):
     """Warns if val, of (tokens, documents, bytes), is far from its fraction of the bytes, or small."""
     share = val[2] / total[2]
-    if not fraction / 3 <= share <= fraction * 3:
+    if not fraction / 3 <= share <= fraction * 3 or 1 - share < (1 - fraction) / 3:
         why = ('documents are not cut, and a hash of the text decides where each goes, so few or unequal ones divide '
                'unevenly. If a text file holds many, --split_on STRING cuts it')
     elif val[0] < 5000:
@@ -192,6 +192,8 @@ def build(args: argparse.Namespace, source: dict, tmp: str, pool: ProcessPoolExe
         print(f'{what}: {times:,} (first: {where})')
     if not n:
         raise DataError(f'{name}: no document is left' + (', see above' if notes else ''))
+    if args.split_on and n <= len(files):
+        print(f'warning: --split_on {args.split_on.decode()!r} occurs in none of the files', flush=True)
     threshold = choose_val(low, high, n_val, n, args)
 
     model = os.path.join(tmp, 'tokenizer' + os.path.splitext(args.tokenizer or 'a.model')[1])

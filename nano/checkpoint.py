@@ -11,6 +11,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import threading
 import time
 import warnings
@@ -36,6 +37,9 @@ class Saver:
                  group=None):
         self.folder, self.keep, self.keep_every, self.say, self.group = str(folder), keep, keep_every, say, group
         self.failed_last = False
+        if _rank(group) == 0:  # what kills left, of other steps too: each has the size of a whole one
+            for rest in Path(folder).glob('step_*.tmp'):
+                shutil.rmtree(rest, ignore_errors=True)
         self.committed: int | None = None  # step of the last complete one
         self._thread: threading.Thread | None = None
 
@@ -62,8 +66,9 @@ class Saver:
                 self._prune()
             except BaseException as e:  # torch's CheckpointException is no Exception
                 self.failed_last = True
-                self.say(f'error: step {step}: NO CHECKPOINT was written ({_cause(e)}). Training goes on; until one is '
-                         f'written a stop loses the steps since {self.committed or "the start of this process"}')
+                self.say(f'error: step {step}: NO CHECKPOINT was written in {self.folder}: is the disk full? '
+                         f'({_cause(e)}) Training goes on; until one is written a stop loses the steps since '
+                         f'{self.committed or "the start of this process"}')
 
         self._thread = threading.Thread(target=write, name='checkpoint')
         self._thread.start()
@@ -89,9 +94,6 @@ class Saver:
 
 
 def _write(folder: str, step: int, parts: dict[str, Any], meta: dict[str, Any], group) -> str:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-    from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
     fs = _fs(folder)
     final = f'{folder}/step_{step:08d}'
     temp = final + '.tmp' if _is_local(fs) else final
@@ -110,13 +112,26 @@ def _write(folder: str, step: int, parts: dict[str, Any], meta: dict[str, Any], 
             _sync(folder)
 
     _on_first(group, prepare)
+    try:
+        _write_parts(temp, parts, group)
+        _on_first(group, commit)
+    except BaseException:
+        if _rank(group) == 0:
+            with contextlib.suppress(OSError):
+                fs.rm(temp, recursive=True)  # the disk may be full of it
+        raise
+    return final
+
+
+def _write_parts(folder: str, parts: dict[str, Any], group):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+    from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
     # per_thread_copy_ahead=0: with torchax imported, copying ahead asks it for a stream and fails.
-    writer = FsspecWriter(temp, per_thread_copy_ahead=0)
+    writer = FsspecWriter(folder, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # of torch about torch_xla's planner and of what one process is
         dcp.save(parts, storage_writer=writer, planner=SPMDSavePlanner(), process_group=group, no_dist=group is None)
-    _on_first(group, commit)
-    return final
 
 
 def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -164,7 +179,8 @@ def load(path: str | Path, tensors: dict[str, torch.Tensor]):
     except UserError:
         raise
     except (Exception, CheckpointException) as e:  # a damaged pickle raises anything
-        raise UserError(f'{path} cannot be read ({_cause(e)}): delete it to use the one before') from e
+        raise UserError(f'{path} cannot be read ({_cause(e)}): if it is damaged, delete it to use the one before') \
+            from e
 
 
 # ---- Which checkpoints there are ----
@@ -177,7 +193,7 @@ def problem(path: str | Path) -> str | None:
         wanted = dict(meta['files'])
     except FileNotFoundError:
         return 'has no meta.json, which is written last'
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         return f'meta.json cannot be read ({type(e).__name__})'
     found = {name.rsplit('/', 1)[-1]: size for name, size in _files(fs, path).items()}
     for name, size in wanted.items():
@@ -212,15 +228,23 @@ def newest(folder: str | Path, say: Callable[[str], Any] = print) -> str | None:
     return None
 
 
-def read_meta(path: str | Path, *names: str) -> dict[str, Any]:
-    """The `meta` that was saved with the checkpoint at `path`, which must have `names`. Raises UserError if the
-    checkpoint is incomplete."""
+def read_meta(path: str | Path, types: dict[str, type | tuple]) -> dict[str, Any]:
+    """The `meta` that was saved with the checkpoint at `path`, which must have these names, of these types. Raises
+    UserError otherwise, or if the checkpoint is incomplete."""
     if why := problem(path):
         raise UserError(f'{path} is no complete checkpoint: {why}')
     meta = json.loads(_fs(path).cat_file(f'{path}/meta.json'))
-    if lacking := {'step', *names} - meta.keys():
-        raise UserError(f'{path}: meta.json lacks {", ".join(sorted(lacking))}: it was written by another script')
+    wrong = [name for name, kind in types.items() if not isinstance(meta.get(name, ...), kind)]
+    if wrong or meta.get('step') != step_of(path):
+        raise UserError(f'{path}/meta.json: {", ".join(wrong or ["step"])} cannot be used: another script wrote it, or '
+                        f'it was edited')
     return meta
+
+
+def amend(path: str | Path, **more: Any):
+    """Changes some of a checkpoint's meta."""
+    fs = _fs(path)
+    _put(fs, f'{path}/meta.json', json.dumps({**json.loads(fs.cat_file(f'{path}/meta.json')), **more}, indent=1))
 
 
 def step_of(path: str | Path) -> int:
@@ -333,8 +357,8 @@ def check_shared(folder: str | Path, group):
     _on_first(group, lambda: fs.rm(probe))
     if not all(seen):
         blind = ', '.join(str(i) for i, s in enumerate(seen) if not s)
-        raise UserError(f'--out {folder}: host {blind} does not see what host 0 writes there: use a disk that all hosts '
-                        f'mount, or gs://...')
+        raise UserError(f'--out {folder}: host {blind} does not see what host 0 writes there: use a disk that all of '
+                        f'them mount')
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ def parse(cls: type[T], presets: dict[str, dict[str, Any]], argv: Sequence[str] 
         if not word.startswith('--') or not name:
             _fail(f'{word!r} is no option: write --name value, or see --help')
         if name not in types:
-            _fail(f'no option --{name}{_nearest(name, types, "; did you mean --{}?")} (--help lists all)')
+            _fail(f'no option --{name}{_nearest(name, types, "; did you mean --{}?", "")} (--help lists all)')
         if not equals and types[name] is bool:  # `--strict` alone is true, `--strict false` is read too
             text = args.pop(0) if args and args[0].lower() in BOOLS else 'true'
         elif not equals:
@@ -66,7 +66,7 @@ def parse(cls: type[T], presets: dict[str, dict[str, Any]], argv: Sequence[str] 
 
     chosen = given.get('preset', getattr(cls, 'preset', ''))
     if chosen and chosen not in presets:
-        _fail(f'no preset {chosen!r}{_nearest(chosen, presets, "; did you mean {}?")} There are: {", ".join(presets)}')
+        _fail(f'no preset {chosen!r}{_nearest(chosen, presets, "; did you mean {}?", ";")} There are: {", ".join(presets)}')
     return cls(**{**presets.get(chosen, {}), **given})
 
 
@@ -90,9 +90,9 @@ def _fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _nearest(name: str, names: Any, form: str) -> str:
+def _nearest(name: str, names: Any, form: str, otherwise: str) -> str:
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return form.format(close[0]) if close else ';'
+    return form.format(close[0]) if close else otherwise
 
 
 def _convert(kind: type, text: str) -> Any:

@@ -180,7 +180,8 @@ def mesh_shape(sizes: str, n_devices: int) -> tuple[int, ...]:
     if -1 in shape and n_devices % known == 0:
         shape[shape.index(-1)] = n_devices // known
     if np.prod(shape) != n_devices:
-        raise UserError(f'--mesh {sizes} does not fill the {n_devices} devices: the sizes must multiply to {n_devices}')
+        raise UserError(f'--mesh {sizes} does not fill the {n_devices} devices: the sizes must multiply to {n_devices}'
+                        f' (CPU_NUM_DEVICES=8 in the environment makes 8 of a CPU)')
     return tuple(shape)
 
 

@@ -72,7 +72,7 @@ def test_each_part_is_written_once_and_read_onto_any_mesh(devices, tmp_path, see
         tensors, specs = random_case(rng, generator)
         on_device = place(tensors, specs, runtime.make_mesh(mesh, 8))
         path = save(tmp_path / str(case), 5, on_device, x=1)
-        meta = checkpoint.read_meta(path, 'x')
+        meta = checkpoint.read_meta(path, {'x': int})
         assert meta['step'] == 5 and meta['x'] == 1 and checkpoint.newest(tmp_path / str(case)) == path
         found = read_by_torch(path)
         assert found.keys() == tensors.keys()
@@ -146,7 +146,7 @@ def test_what_is_incomplete_is_said_and_never_read(devices, tmp_path):
         assert checkpoint.newest(tmp_path, said.append) == good
         assert len(said) == 1 and str(last) in said[0] and why in said[0]
         with pytest.raises(UserError, match=re.escape(why)):
-            checkpoint.read_meta(last)
+            checkpoint.read_meta(last, {})
         shutil.rmtree(last)
         copy.rename(last)
     assert checkpoint.newest(tmp_path) == str(last)
@@ -167,7 +167,7 @@ def test_which_are_kept(devices, tmp_path, place_):
             saver.save(step, tensors, {'n': step})
     assert [checkpoint.step_of(p) for p in checkpoint.complete(folder)] == [3, 6, 7, 8]
     newest = checkpoint.newest(folder)
-    assert checkpoint.read_meta(newest, 'n')['n'] == 8
+    assert checkpoint.read_meta(newest, {'n': int})['n'] == 8
     back = some_tensors()
     for t in back.values():
         t.zero_()

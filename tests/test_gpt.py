@@ -418,8 +418,8 @@ def test_dropout_masks(devices):
 
 
 def test_dropout_with_accumulation(devices):
-    """Each micro-batch has masks of its own, and a step is the same at each call with the same seed: the loss of A equal
-    micro-batches is that of one, but for the masks."""
+    """Each micro-batch has masks of its own, and a step is the same at each call with the same seed: the loss of A
+    equal micro-batches is that of one, but for the masks."""
     import torch_xla
     import torch_xla.core.xla_model as xm
     losses = {}

@@ -1,5 +1,5 @@
-"""Several hosts, played by processes of this machine: each runs the whole program on its own 8 devices, writes the parts
-that its share of them would hold, and agrees with the others over gloo, as hosts do."""
+"""Several hosts, played by processes of this machine: each runs the whole program on its own 8 devices, writes the
+parts that its share of them would hold, and agrees with the others over gloo, as hosts do."""
 import json
 import os
 import signal
