@@ -63,7 +63,8 @@ class Saver:
                 self.say(f'step {step}: wrote {path}: {n_bytes / 1e6:,.1f} MB; the loop stood still for '
                          f'{waited - began:.2f} s to finish the save before and {copied - waited:.2f} s to copy, then '
                          f'{time.perf_counter() - copied:.2f} s in the background')
-                self._prune()
+                with contextlib.suppress(OSError):  # the next save prunes again
+                    self._prune()
             except BaseException as e:  # torch's CheckpointException is no Exception
                 self.failed_last = True
                 self.say(f'error: step {step}: NO CHECKPOINT was written in {self.folder}: is the disk full? '
@@ -89,8 +90,7 @@ class Saver:
             fs = _fs(self.folder)
             for path in complete(self.folder)[:-self.keep]:
                 if not self.keep_every or step_of(path) % self.keep_every:
-                    with contextlib.suppress(OSError):
-                        fs.rm(path, recursive=True)
+                    fs.rm(path, recursive=True)
 
 
 def _write(folder: str, step: int, parts: dict[str, Any], meta: dict[str, Any], group) -> str:

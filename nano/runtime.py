@@ -271,7 +271,7 @@ class StopSignal:
     not ended `grace_s` seconds after the first. Exit code: 128 + the signal's number. Use it in `with`, in the main
     thread."""
 
-    def __init__(self, grace_s: float = 120):
+    def __init__(self, grace_s: float = 600):  # a large checkpoint takes minutes
         self.signum, self.group, self.nothing_to_save, self.grace_s = 0, None, True, grace_s
         self._agreed, self._pending = 0, None
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from packaging.markers import Marker
 
+from nano import UserError, runtime
+
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ['requirements.txt', 'tests/requirements.txt']
 
@@ -39,6 +41,32 @@ def test_every_package_that_a_pin_brings_is_pinned():
             if not condition.strip() or Marker(condition.strip()).evaluate({'extra': ''}):
                 needed = re.sub(r'[-_.]+', '-', needed).lower()
                 assert needed in normal or re.match('nvidia-|triton$', needed), f'{package} needs {needed}'
+
+
+@pytest.mark.parametrize('installed, message', [
+    ({'torch': '2.10.0'}, 'torch is 2.10.0, not 2.9.0'),
+    ({'torch_xla': '2.8.1', 'libtpu': '0.0.21'}, 'torch_xla is 2.8.1, not 2.9.0; libtpu is 0.0.21, not 0.0.22'),
+    ({'jaxlib': None}, 'jaxlib 0.7.1 is missing'),
+    ({'torch': '2.9.0+cpu'}, None),
+])
+def test_other_versions_are_one_line_at_the_start(installed, message, monkeypatch, capsys):
+    version = importlib.metadata.version
+
+    def other(name):
+        if name in installed and installed[name] is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed.get(name) or version(name)
+
+    monkeypatch.setattr(importlib.metadata, 'version', other)
+    if message is None:
+        assert 'torch 2.9.0' in runtime.check_versions()
+        return
+    with pytest.raises(UserError, match=re.escape(message)) as e:
+        runtime.start('cpu')
+    assert '\n' not in str(e.value) and 'launch.sh' in str(e.value)
+    monkeypatch.setattr(sys, 'version_info', (3, 10, 12))
+    with pytest.raises(UserError, match='3.11, 3.12 and 3.13 only'):
+        runtime.start('cpu')
 
 
 KERNEL = '''

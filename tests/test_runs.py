@@ -163,7 +163,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(whole, data, tmp_path
     assert metrics(tmp_path)[0][-1]['wall_s'] > wall_s
 
 
-@pytest.mark.parametrize('due', [8, 12])
+@pytest.mark.parametrize('due', [12, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_stop_in_an_evaluation_leaves_it_owed(whole, data, tmp_path, monkeypatch, due):
     """The next start makes up for it, also after the last step, and once; then all is as if nothing had been."""
     evaluate = train_gpt.evaluate
