@@ -2,6 +2,7 @@
 
     bash launch.sh                                            # 10 minutes on 2 CPU cores: Shakespeare
     python train_gpt.py --preset 124m --data FOLDER --out out/124m
+    python train_gpt.py --out out/124m --export FOLDER        # its weights in HuggingFace's format
     python train_gpt.py --help                                # every option, its default, and the presets
 
 Read it top to bottom: options, model, sharding, optimizer, training step, evaluation, sampling, the loop.
@@ -10,6 +11,7 @@ Letters in names are dimensions: B sequences, T positions, S positions attended 
 V vocabulary, L layers, H query heads, K key/value heads, G = H / K query heads for each of these, C size of a head,
 X = H * C, Y = K * C, Q queries in a block, R = G * Q rows.
 """
+import contextlib
 import math
 import os
 import shutil
@@ -24,7 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nano import UserError, checkpoint, config, runtime, shards
+from nano import UserError, checkpoint, config, hf, resume, runtime, shards
 from nano.tokenizer import load_tokenizer
 from nano.track import Meter, Tracker
 
@@ -32,12 +34,13 @@ from nano.track import Meter, Tracker
 @dataclass
 class Config:
     preset: str = 'nano'  # the values to start from; options given beside it win
-    out: str = 'out/gpt'  # folder of this run; a run that is there goes on from its newest checkpoint
+    out: str = 'out/gpt'  # folder of this run, or gs://BUCKET/NAME; a run there goes on from its newest checkpoint
     data: str = 'data/shards/text'  # folder of token shards with a manifest.json, see data/text.py
     device: str = 'tpu'  # tpu or cpu; never chosen silently
     mesh: str = '1,-1,1'  # devices along data,fsdp,tensor; -1 is the rest
     seed: int = 1  # of weights, order of the data, dropout and samples
-    init_from: str = ''  # folder of another run or checkpoint whose weights this new run starts from
+    init_from: str = ''  # run, checkpoint or HuggingFace folder whose model and weights this new run starts from
+    export: str = ''  # folder to write the newest weights of --out to (or of --init_from), in HuggingFace's format
     reset_data: bool = False  # go on with other data, or another order of them, from their beginning
     strict: bool = False  # a compile after the first step is an error, not a warning
 
@@ -48,9 +51,12 @@ class Config:
     head_size: int = 64  # C; 128 fills the matrix unit of a TPU
     mlp_width: int = 512  # F
     seq_len: int = 256  # T
+    vocab_size: int = 0  # token ids; 0 is those of the data
     tied: bool = True  # the head is the embedding table
-    qk_norm: bool = False  # RMSNorm on queries and keys
+    qk_norm: bool = False  # RMSNorm on queries and keys, as in Qwen 3
+    qkv_bias: bool = False  # biases of queries, keys and values, as in Qwen 2
     rope_theta: float = 10000.0  # base of the rotary frequencies
+    rope_scaling: str = ''  # slower rotation: FACTOR, or Llama 3.1's FACTOR,LOW,HIGH,LENGTH such as 8,1,4,8192
     norm_eps: float = 1e-5  # added to the mean square
     dropout: float = 0.0  # of each layer's two outputs; 0 for pre-training: masks cost memory
     z_loss: float = 0.0  # weight of log(sum(exp(logits)))^2, which keeps logits small; 1e-4 is usual
@@ -99,12 +105,17 @@ PRESETS = {
 }
 
 
+# What makes the model: a run goes on with these as they were, and --init_from brings them.
+SHAPE = ('layers', 'width', 'heads', 'kv_heads', 'head_size', 'mlp_width', 'vocab_size', 'tied', 'qk_norm', 'qkv_bias',
+         'rope_theta', 'rope_scaling', 'norm_eps')
+
+
 def check(cfg: Config):
     """Refuses what cannot work, before anything is loaded or compiled."""
     for names, least, most in (
             ('layers width heads kv_heads head_size mlp_width seq_len steps global_batch accumulate log_every keep '
              'max_bad', 1, 2**31 - 1),
-            ('warmup stop_at eval_every eval_windows save_every keep_every sample_tokens', 0, 2**31 - 1),
+            ('warmup stop_at eval_every eval_windows save_every keep_every sample_tokens vocab_size', 0, 2**31 - 1),
             ('lr norm_eps adam_eps rope_theta', 1e-30, 1e30),
             ('weight_decay clip z_loss temperature', 0.0, 1e30),
             ('dropout beta1 beta2', 0.0, 0.99999),
@@ -121,6 +132,15 @@ def check(cfg: Config):
                         f'query heads, so the second must divide the first')
     if cfg.head_size % 2:
         raise UserError(f'--head_size {cfg.head_size}: must be even, rotary positions turn pairs')
+    try:
+        scaling = [float(x) for x in cfg.rope_scaling.split(',')] if cfg.rope_scaling else [1.0]
+        good = all(0 < x < 1e30 for x in scaling) and (len(scaling) == 1 or
+                                                       len(scaling) == 4 and scaling[1] < scaling[2])
+    except ValueError:
+        good = False
+    if not good:
+        raise UserError(f"--rope_scaling {cfg.rope_scaling}: expected FACTOR or FACTOR,LOW,HIGH,LENGTH, such as "
+                        f"8,1,4,8192 (Llama 3.1), all above 0 and LOW below HIGH")
     if any('\ud800' <= c <= '\udfff' for c in cfg.prompt):
         raise UserError(f'--prompt {ascii(cfg.prompt)}: is not UTF-8')
     if cfg.global_batch % cfg.accumulate:
@@ -130,36 +150,42 @@ def check(cfg: Config):
 
 # ---- Model: weights are stacked over layers, so that one compiled layer serves them all ----
 
-# The mesh axes that each weight's dimensions lie along. Matrices lie along `fsdp` with the dimension of width, so that
-# a device holds a part of each layer and gathers the layer when it comes to it; along `tensor` with the heads or the
-# hidden width, so that a layer's two pairs of matmuls need one sum over `tensor` each. Norms are small and lie on every
-# device in full. `data` holds copies.
-SHARDING = {
-    'embed_VD': ('tensor', 'fsdp'),
-    'head_VD': ('tensor', 'fsdp'),
-    'wq_LDX': (None, 'fsdp', 'tensor'),
-    'wk_LDY': (None, 'fsdp', 'tensor'),
-    'wv_LDY': (None, 'fsdp', 'tensor'),
-    'wo_LXD': (None, 'tensor', 'fsdp'),
-    'w_gate_LDF': (None, 'fsdp', 'tensor'),
-    'w_up_LDF': (None, 'fsdp', 'tensor'),
-    'w_down_LFD': (None, 'tensor', 'fsdp'),
-    'attn_norm_LD': (None, None),
-    'mlp_norm_LD': (None, None),
-    'q_norm_LC': (None, None),
-    'k_norm_LC': (None, None),
-    'final_norm_D': (None,),
+# Every weight: the mesh axes that its dimensions lie along, and its name in HuggingFace's format ({} is the layer).
+# Matrices lie along `fsdp` with the dimension of width, so that a device holds a part of each layer and gathers the
+# layer when it comes to it; along `tensor` with the heads or the hidden width, so that a layer's two pairs of matmuls
+# need one sum over `tensor` each. Norms are small and lie on every device in full. `data` holds copies.
+WEIGHTS = {
+    'embed_VD': (('tensor', 'fsdp'), 'model.embed_tokens.weight'),
+    'head_VD': (('tensor', 'fsdp'), 'lm_head.weight'),
+    'wq_LDX': ((None, 'fsdp', 'tensor'), 'model.layers.{}.self_attn.q_proj.weight'),
+    'wk_LDY': ((None, 'fsdp', 'tensor'), 'model.layers.{}.self_attn.k_proj.weight'),
+    'wv_LDY': ((None, 'fsdp', 'tensor'), 'model.layers.{}.self_attn.v_proj.weight'),
+    'wo_LXD': ((None, 'tensor', 'fsdp'), 'model.layers.{}.self_attn.o_proj.weight'),
+    'w_gate_LDF': ((None, 'fsdp', 'tensor'), 'model.layers.{}.mlp.gate_proj.weight'),
+    'w_up_LDF': ((None, 'fsdp', 'tensor'), 'model.layers.{}.mlp.up_proj.weight'),
+    'w_down_LFD': ((None, 'tensor', 'fsdp'), 'model.layers.{}.mlp.down_proj.weight'),
+    'q_bias_LX': ((None, 'tensor'), 'model.layers.{}.self_attn.q_proj.bias'),
+    'k_bias_LY': ((None, 'tensor'), 'model.layers.{}.self_attn.k_proj.bias'),
+    'v_bias_LY': ((None, 'tensor'), 'model.layers.{}.self_attn.v_proj.bias'),
+    'attn_norm_LD': ((None, None), 'model.layers.{}.input_layernorm.weight'),
+    'mlp_norm_LD': ((None, None), 'model.layers.{}.post_attention_layernorm.weight'),
+    'q_norm_LC': ((None, None), 'model.layers.{}.self_attn.q_norm.weight'),
+    'k_norm_LC': ((None, None), 'model.layers.{}.self_attn.k_norm.weight'),
+    'final_norm_D': ((None,), 'model.norm.weight'),
 }
+SHARDING = {name: axes for name, (axes, _) in WEIGHTS.items()}
+HF_NAMES = {name: theirs for name, (_, theirs) in WEIGHTS.items()}
 BATCH = ('data', 'fsdp')  # rows of a batch lie along both
 
 
-def weight_shapes(cfg: Config, vocab_size: int) -> dict[str, tuple[int, ...]]:
+def weight_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
     """Every weight of the model and its shape."""
-    V = -(-vocab_size // 128) * 128  # full tiles for the matrix unit, and divisible by most meshes
+    V = -(-cfg.vocab_size // 128) * 128  # full tiles for the matrix unit, and divisible by most meshes
     sizes = dict(V=V, L=cfg.layers, D=cfg.width, F=cfg.mlp_width, C=cfg.head_size, X=cfg.heads * cfg.head_size,
                  Y=cfg.kv_heads * cfg.head_size)
     absent = {'head_VD'} if cfg.tied else set()
     absent |= set() if cfg.qk_norm else {'q_norm_LC', 'k_norm_LC'}
+    absent |= set() if cfg.qkv_bias else {'q_bias_LX', 'k_bias_LY', 'v_bias_LY'}
     return {name: tuple(sizes[letter] for letter in name.split('_')[-1]) for name in SHARDING if name not in absent}
 
 
@@ -204,13 +230,15 @@ def layer(cfg: Config, mesh, x_BTD: torch.Tensor, w: dict[str, torch.Tensor]) ->
     # Said here, inside the loop over layers, for the slices and above all for their gradients.
     w = {name: shard(t, mesh, SHARDING[name][1:]) if name in SHARDING else t for name, t in w.items()}
     h_BTD = rms_norm(x_BTD, w['attn_norm_LD'], cfg.norm_eps)
-    q_BTHC = matmul(h_BTD, w['wq_LDX']).view(B, T, cfg.heads, C)
-    k_BTKC = matmul(h_BTD, w['wk_LDY']).view(B, T, K, C)
-    v_BTKC = matmul(h_BTD, w['wv_LDY']).view(B, T, K, C)
+    q_BTX, k_BTY, v_BTY = matmul(h_BTD, w['wq_LDX']), matmul(h_BTD, w['wk_LDY']), matmul(h_BTD, w['wv_LDY'])
+    if cfg.qkv_bias:
+        q_BTX, k_BTY, v_BTY = (x + w[name].to(x.dtype) for x, name in (
+            (q_BTX, 'q_bias_LX'), (k_BTY, 'k_bias_LY'), (v_BTY, 'v_bias_LY')))
+    q_BTHC, k_BTKC, v_BTKC = q_BTX.view(B, T, cfg.heads, C), k_BTY.view(B, T, K, C), v_BTY.view(B, T, K, C)
     if cfg.qk_norm:
         q_BTHC = rms_norm(q_BTHC, w['q_norm_LC'], cfg.norm_eps)
         k_BTKC = rms_norm(k_BTKC, w['k_norm_LC'], cfg.norm_eps)
-    a_BTX = attention(rope(q_BTHC, cfg.rope_theta), rope(k_BTKC, cfg.rope_theta), v_BTKC)
+    a_BTX = attention(rope(cfg, q_BTHC), rope(cfg, k_BTKC), v_BTKC)
     a_BTD = matmul(a_BTX, w['wo_LXD'])
     x_BTD = x_BTD + (a_BTD * w['drop_attn_LBTD'] if 'drop_attn_LBTD' in w else a_BTD)
     h_BTD = rms_norm(x_BTD, w['mlp_norm_LD'], cfg.norm_eps)
@@ -230,12 +258,23 @@ def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
     return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * w).to(x.dtype)
 
 
-def rope(x_BTHC: torch.Tensor, theta: float) -> torch.Tensor:
+def rope(cfg: Config, x_BTHC: torch.Tensor) -> torch.Tensor:
     """Rotary positions (Su et al. 2021). Dimension i turns with i + C/2, as in Llama's weights in HuggingFace's format.
-    The angles are computed in each layer: they cost little, and scan would carry gradients for a table."""
+    The angles are computed in each layer: they cost little, and scan would carry gradients for a table.
+
+    --rope_scaling lets the dimensions turn slower by a factor: all of them (Chen et al. 2023), or, as Llama 3.1's
+    model card and code have it, those that turn less than LOW times in LENGTH positions, and not those above HIGH."""
     _, T, _, C = x_BTHC.shape
     where = dict(device=x_BTHC.device, dtype=torch.float32)
-    angle_TC = torch.arange(T, **where)[:, None] * theta ** (torch.arange(0, C, 2, **where) / -C)
+    angle_C = cfg.rope_theta ** (torch.arange(0, C, 2, **where) / -C)
+    if cfg.rope_scaling:
+        factor, *rest = map(float, cfg.rope_scaling.split(','))
+        kept_C = torch.zeros_like(angle_C)
+        if rest:
+            low, high, length = rest
+            kept_C = ((angle_C * (length / (2 * math.pi)) - low) / (high - low)).clamp(0, 1)
+        angle_C = angle_C * (kept_C + (1 - kept_C) / factor)
+    angle_TC = torch.arange(T, **where)[:, None] * angle_C
     cos, sin = angle_TC.cos()[:, None], angle_TC.sin()[:, None]
     a, b = x_BTHC.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x_BTHC.dtype)
@@ -271,6 +310,9 @@ def loss_sums(model: GPT, ids_BT: torch.Tensor, targets_BT: torch.Tensor) -> tup
     The second is what training makes small; the z-loss is PaLM's (Chowdhery et al. 2022, section 5)."""
     x_BTD = model(ids_BT)
     logits_BTV = matmul(x_BTD, model.head_VD.t()).float()
+    V = logits_BTV.shape[-1]
+    if V > model.cfg.vocab_size:  # rows that only fill up the table are no tokens
+        logits_BTV = torch.where(torch.arange(V, device=x_BTD.device) < model.cfg.vocab_size, logits_BTV, -1e30)
     log_z_BT = logits_BTV.logsumexp(-1)
     at_target_BT = logits_BTV.gather(-1, targets_BT.clamp(min=0).long()[..., None])[..., 0]
     counts_BT = targets_BT != shards.IGNORE
@@ -289,20 +331,21 @@ def shard(t: torch.Tensor, mesh, spec: tuple) -> torch.Tensor:
     return xs.mark_sharding_with_gradients(t, mesh, spec)
 
 
-def build(cfg: Config, vocab_size: int, mesh, device) -> tuple[GPT, dict[str, torch.Tensor]]:
+def build(cfg: Config, mesh, device) -> tuple[GPT, dict[str, torch.Tensor]]:
     """The model and its optimizer state, sharded over the mesh.
 
     One weight at a time passes through the host; its first values depend on the seed and its name alone, so every host
-    makes the same. Norms start at 1, matrices with deviation 0.02, smaller where a layer adds to the stream, as GPT-2's
-    (Radford et al. 2019, section 2.3).
+    makes the same. Norms start at 1, biases at 0, matrices with deviation 0.02, smaller where a layer adds to the
+    stream, as GPT-2's (Radford et al. 2019, section 2.3).
     """
     import torch_xla.distributed.spmd as xs
     weights, state = {}, {'adam_t': torch.zeros((), device=device)}
-    for name, shape in weight_shapes(cfg, vocab_size).items():
+    for name, shape in weight_shapes(cfg).items():
         spec = SHARDING[name]
         std = 0.02 / math.sqrt(2 * cfg.layers) if name in ('wo_LXD', 'w_down_LFD') else 0.02
         generator = torch.Generator().manual_seed(runtime.seed_of(cfg.seed, name))
-        w = torch.ones(shape) if 'norm' in name else torch.empty(shape).normal_(0, std, generator=generator)
+        w = (torch.ones(shape) if 'norm' in name else torch.zeros(shape) if 'bias' in name else
+             torch.empty(shape).normal_(0, std, generator=generator))
         weights[name] = torch.nn.Parameter(w.to(device))
         xs.mark_sharding(weights[name], mesh, spec)
         for moment in ('adam_m', 'adam_v'):
@@ -311,7 +354,7 @@ def build(cfg: Config, vocab_size: int, mesh, device) -> tuple[GPT, dict[str, to
     return GPT(cfg, weights, mesh), state
 
 
-def check_model(cfg: Config, model: GPT, state: dict, vocab_size: int, mesh, say):
+def check_model(cfg: Config, model: GPT, state: dict, mesh, say):
     """Guards against training that goes wrong without an error: each has cost somebody a run."""
     weights = dict(model.named_parameters())
     if cfg.tied and model.head_VD is not model.embed_VD:
@@ -322,7 +365,7 @@ def check_model(cfg: Config, model: GPT, state: dict, vocab_size: int, mesh, say
     if not all(w.device.type == 'xla' and w.dtype == torch.float32 for w in weights.values()):
         raise UserError('weights must be float32 on the device: in bfloat16 small updates are lost (64 of 64 scales '
                         'stayed at 1.0 after 50 steps at 3e-4)')
-    runtime.check_sharding(weights, {name: SHARDING.get(name) for name in weight_shapes(cfg, vocab_size)}, mesh, say)
+    runtime.check_sharding(weights, {name: SHARDING.get(name) for name in weight_shapes(cfg)}, mesh, say)
 
 
 # ---- Optimizer: AdamW, decoupled decay on matrices only, and a schedule ----
@@ -349,7 +392,7 @@ def adamw(cfg: Config, model: GPT, state: dict, lr: torch.Tensor, scale: torch.T
     for name, w in model.named_parameters():
         m, v, g = state[f'adam_m.{name}'], state[f'adam_v.{name}'], w.grad * scale
         new_m, new_v = m.lerp(g, 1 - cfg.beta1), v.lerp(g.square(), 1 - cfg.beta2)
-        decay = 0.0 if 'norm' in name else cfg.weight_decay
+        decay = 0.0 if 'norm' in name or 'bias' in name else cfg.weight_decay
         new_w = w * (1 - lr * decay) - lr * (new_m / bias1) / ((new_v / bias2).sqrt() + cfg.adam_eps)
         for old, new in ((m, new_m), (v, new_v), (w, new_w)):
             old.copy_(torch.where(ok, new, old))
@@ -447,12 +490,14 @@ def sample(cfg: Config, model: GPT, tokenizer, vocab_size: int, separator: int, 
 # ---- The run ----
 
 def main(argv: list[str] | None = None):
-    cfg = config.parse(Config, PRESETS, argv, __doc__)
     try:
+        cfg = config.parse(Config, PRESETS, argv, __doc__, shape_of_source)
         check(cfg)
+        if cfg.export:
+            return export(cfg)
         cfg = find_data(cfg)
-        with checkpoint.alone(cfg.out), runtime.StopSignal() as stop:
-            run(cfg, stop)
+        with runtime.StopSignal() as stop, contextlib.ExitStack() as until_the_end:
+            run(cfg, stop, until_the_end)
     except (UserError, OSError) as e:  # OSError: a folder that cannot be made or written
         print(f'error: {e}', file=sys.stderr)
         sys.exit(2)
@@ -460,27 +505,34 @@ def main(argv: list[str] | None = None):
         sys.exit(130)
 
 
-def run(cfg: Config, stop: runtime.StopSignal):
+def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitStack):
     # What can be refused is refused first: before the devices are asked for, before a compile, before the run's folder
     # is touched.
     manifest = shards.load_manifest(cfg.data)
-    vocab_size = manifest['vocab_size']
+    cfg = replace(cfg, vocab_size=cfg.vocab_size or manifest['vocab_size'])
+    if cfg.vocab_size < manifest['vocab_size']:
+        raise UserError(f'--vocab_size {cfg.vocab_size}: {cfg.data} has token ids up to {manifest["vocab_size"] - 1}')
+    tokenizer_file = manifest['tokenizer'] and os.path.join(cfg.data, manifest['tokenizer']['file'])
     tokenizer_hash = manifest['tokenizer'] and manifest['tokenizer']['sha256']
-    out = Path(cfg.out)
-    resume = checkpoint.newest(out / 'ckpt')
     data_hash = shards.fingerprint(manifest)
-    meta, changed = dict(step=0, consumed=0, tokens=0, best=math.inf, wall_s=0.0, owed=True), {}
-    if resume:
-        meta = checkpoint.read_meta(resume, META)
-        changed = check_same_model(cfg, resume, meta, vocab_size, tokenizer_hash)
-        check_same_data(cfg, resume, meta, data_hash)
+    folder = resume.Folder(cfg.out)
+    meta = dict(step=0, consumed=0, tokens=0, best=math.inf, wall_s=0.0, owed=True)
+    if goes_on := checkpoint.newest(folder.ckpt):
+        meta = checkpoint.read_meta(goes_on, resume.META)
+        resume.check_model(cfg, goes_on, meta['config'], SHAPE)
+        resume.check_tokenizer(cfg, goes_on, meta['tokenizer'], tokenizer_hash)
+        resume.check_data(cfg, goes_on, meta, data_hash)
     elif cfg.init_from:
-        source = Path(cfg.init_from)
-        source = source if checkpoint.STEP.fullmatch(source.name) else checkpoint.newest(source / 'ckpt')
-        if source is None:
-            raise UserError(f'--init_from {cfg.init_from}: neither a checkpoint nor a run with one')
-        check_same_model(cfg, source, checkpoint.read_meta(source, META), vocab_size, tokenizer_hash,
-                         may_differ=('rope_theta', 'norm_eps'))  # as for longer sequences than before
+        longer = 'rope_theta', 'rope_scaling', 'norm_eps'  # what may differ, as for longer sequences than before
+        if hf.is_folder(cfg.init_from):
+            resume.check_model(cfg, cfg.init_from, hf.options(cfg.init_from, cfg.seq_len), SHAPE, longer)
+            hf.check_tokenizer(cfg.init_from, cfg.data, tokenizer_hash)
+            source, reader = cfg.init_from, hf.Reader(cfg.init_from, HF_NAMES, weight_shapes(cfg), cfg.vocab_size)
+        else:
+            source, reader = resume.source(cfg.init_from), None
+            then = checkpoint.read_meta(source, resume.META)
+            resume.check_model(cfg, source, then['config'], SHAPE, longer)
+            resume.check_tokenizer(cfg, source, then['tokenizer'], tokenizer_hash)
     start_step, end = meta['step'], min(cfg.stop_at or cfg.steps, cfg.steps)
     if start_step >= end and not meta['owed']:
         print(f'{cfg.out} is complete: step {start_step} of {end}. More: a larger --steps or --stop_at; anew: another '
@@ -494,7 +546,9 @@ def run(cfg: Config, stop: runtime.StopSignal):
 
     stop.group = checkpoint.process_group(rt.process_count)
     save_group = checkpoint.process_group(rt.process_count)  # another one: it is used by the thread that writes
-    checkpoint.check_shared(out, save_group)
+    checkpoint.check_shared(folder.out, save_group, goes_on)
+    until_the_end.enter_context(folder.held(rt.main))
+    folder.fetch()
     mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
     row_shards = mesh.mesh_shape[0] * mesh.mesh_shape[1]
     if cfg.global_batch % (row_shards * cfg.accumulate):
@@ -502,34 +556,35 @@ def run(cfg: Config, stop: runtime.StopSignal):
         raise UserError(f'--global_batch {cfg.global_batch}: must be a multiple of {least} = {row_shards} (data x '
                         f'fsdp) x {cfg.accumulate} (--accumulate), such as {-(-cfg.global_batch // least) * least}')
 
-    track = Tracker(out, cfg.steps, start_step, rt.main, asdict(cfg), cfg.wandb, rt.process_index)
+    track = Tracker(folder.local, cfg.steps, start_step, rt.main, asdict(cfg), cfg.wandb, rt.process_index)
     say = track.print
     if rt.main:
-        config.save_config(cfg, out / 'config.json')
+        config.save_config(cfg, folder.local / 'config.json')
+        if tokenizer_file:  # for --export
+            shutil.copy(tokenizer_file, folder.local / ('tokenizer' + Path(tokenizer_file).suffix))
     splits = {s['split'] for s in manifest['shards'] if s['tokens'] > 1}
     shards.verify(cfg.data, manifest, sorted(splits & {'train', 'val'}), say)
-    train = shards.Windows(cfg.data, 'train', cfg.seq_len, vocab_size)
-    val = shards.Windows(cfg.data, 'val', cfg.seq_len, vocab_size) if 'val' in splits else None
+    train = shards.Windows(cfg.data, 'train', cfg.seq_len, cfg.vocab_size)
+    val = shards.Windows(cfg.data, 'val', cfg.seq_len, cfg.vocab_size) if 'val' in splits else None
     tokenizer = None
-    if cfg.sample_tokens and manifest['tokenizer'] and manifest['separator'] is not None:
-        tokenizer = load_tokenizer(os.path.join(cfg.data, manifest['tokenizer']['file']))
-        if any(i >= vocab_size for i in tokenizer.encode(cfg.prompt)):
-            raise UserError(f'--prompt {cfg.prompt}: its token ids go beyond the vocabulary of {vocab_size}')
+    if cfg.sample_tokens and tokenizer_file and manifest['separator'] is not None:
+        tokenizer = load_tokenizer(tokenizer_file)
+        if any(i >= cfg.vocab_size for i in tokenizer.encode(cfg.prompt)):
+            raise UserError(f'--prompt {cfg.prompt}: its token ids go beyond the vocabulary of {cfg.vocab_size}')
 
     device = torch_xla.device()
-    model, state = build(cfg, vocab_size, mesh, device)
+    model, state = build(cfg, mesh, device)
     torch_xla.sync()
-    check_model(cfg, model, state, vocab_size, mesh, say)
+    check_model(cfg, model, state, mesh, say)
     weights = dict(model.named_parameters())
-    n_bytes = sum(t.numel() * t.element_size() for t in (weights | state).values())
-    if (free := shutil.disk_usage(out).free) < n_bytes:
-        raise UserError(f'{out}: {free / 1e6:,.1f} MB are free there, a checkpoint takes {n_bytes / 1e6:,.1f}')
-    if resume:
-        checkpoint.load(resume, weights | state)
-        say(f'goes on from {resume}' + ''.join(f', --{k} {new!r} (was {old!r})' for k, (old, new) in changed.items()))
+    folder.check_space(sum(t.numel() * t.element_size() for t in (weights | state).values()))
+    memory = checkpoint.PeakMemory()
+    if goes_on:
+        checkpoint.load(goes_on, weights | state)
+        say(f'goes on from {goes_on}{resume.changes(cfg, meta["config"])}{memory}')
     elif cfg.init_from:
-        checkpoint.load(source, weights)
-        say(f'starts from the weights of {source}')
+        checkpoint.load(source, weights, reader)
+        say(f'starts from the weights of {source}{memory}')
     torch_xla.sync()  # what was loaded is on the devices before the first graph that reads it
 
     n_weights = sum(w.numel() for w in weights.values())
@@ -571,7 +626,7 @@ def run(cfg: Config, stop: runtime.StopSignal):
         if val is not None:
             loss = evaluate(cfg, model, val, rows(cfg.global_batch // cfg.accumulate), to_device, stop.asked)
         if tokenizer is not None:
-            n_ids = min(vocab_size, tokenizer.vocab_size)  # a vocabulary may be padded: GPT-2's to 50,304
+            n_ids = min(cfg.vocab_size, tokenizer.vocab_size)  # a vocabulary may be padded: GPT-2's to 50,304
             n_tokens = cfg.sample_tokens if record and step else 1
             new_text = sample(cfg, model, tokenizer, n_ids, manifest['separator'], to_device, row_shards, n_tokens,
                               stop.asked)
@@ -584,16 +639,17 @@ def run(cfg: Config, stop: runtime.StopSignal):
             if record:
                 track.log(step, val_loss=loss, val_bpb=bpb, tokens=tokens_at(step),
                           wall_s=time.perf_counter() - started)
-            say(f'step {step}: validation loss {loss:.4f}' + (f', {bpb:.4f} bits per byte' if bpb else ''))
+            say(f'step {step}: validation loss {loss:.4f} (best {best:.4f})' +
+                (f', {bpb:.4f} bits per byte' if bpb else ''))
         if rt.main and record and step and text:
-            (out / 'samples').mkdir(exist_ok=True)
-            (out / 'samples' / f'step_{step:08d}.txt').write_text(text, encoding='utf-8')
+            (folder.local / 'samples').mkdir(exist_ok=True)
+            (folder.local / 'samples' / f'step_{step:08d}.txt').write_text(text, encoding='utf-8')
         return True
 
     def save(step: int):
         saver.save(step, weights | state, dict(
             consumed=meta['consumed'] + (step - start_step) * cfg.global_batch, tokens=tokens_at(step), best=best,
-            wall_s=time.perf_counter() - started, owed=owed, vocab_size=vocab_size, tokenizer=tokenizer_hash,
+            wall_s=time.perf_counter() - started, owed=owed, tokenizer=tokenizer_hash, separator=manifest['separator'],
             data=data_hash, config=asdict(cfg)))
 
     bad_in_row = 0
@@ -615,13 +671,13 @@ def run(cfg: Config, stop: runtime.StopSignal):
         return logs
 
     watch = runtime.CompileWatch(cfg.strict, say)
-    with (checkpoint.Saver(out / 'ckpt', cfg.keep, cfg.keep_every, say, save_group) as saver,
+    with (checkpoint.Saver(folder.ckpt, cfg.keep, cfg.keep_every, say, save_group, folder.push) as saver,
           shards.Loader(train, cfg.global_batch, cfg.seed, meta['consumed'], rows(cfg.global_batch), to_device,
                         give_up=lambda: rt.process_count == 1 and stop.signum > 0) as loader):
         say('compiling evaluation and sampling ...')
         owed = not evaluate_and_sample(start_step, record=meta['owed'])
-        if resume and rt.main and meta['owed'] and not owed:
-            checkpoint.amend(resume, owed=False)
+        if goes_on and rt.main and meta['owed'] and not owed:
+            checkpoint.amend(goes_on, owed=False)
         meter = Meter(start_step)
         step, unread = start_step, None  # the step before, whose metrics are read while the device works on this one
         say('compiling the training step ... (after it nothing is compiled)')
@@ -671,50 +727,49 @@ def run(cfg: Config, stop: runtime.StopSignal):
         saver.wait()
     track.close()
     if saver.failed_last:
-        raise UserError(f'step {step} is not saved, see above: make room in {out} and start again')
+        raise UserError(f'step {step} is not saved, see above: make room in {folder.out} and start again')
     if step < end or owed:
         say(f'stopped after step {step}: the same command goes on')
         sys.exit(stop.exit_code)
     if text:
         say(f'\nA sample after {step} steps:\n\n{text}')
+    folder.push()
 
 
-# What a checkpoint says of itself beside its step.
-META = dict(consumed=int, tokens=int, best=float, wall_s=float, owed=bool, vocab_size=int, tokenizer=(str, type(None)),
-            data=str, config=dict)
-SHAPE = ('layers', 'width', 'heads', 'kv_heads', 'head_size', 'mlp_width', 'tied', 'qk_norm', 'rope_theta', 'norm_eps')
+# ---- To and from HuggingFace's format, and the default data ----
+
+def shape_of_source(chosen: dict) -> dict:
+    """The options that --init_from brings with it, of a new run; those given on the command line stay."""
+    path = source = chosen['init_from']
+    if not source or chosen['export']:
+        return {}
+    if goes_on := checkpoint.newest(resume.Folder(chosen['out']).ckpt, say=lambda text: None):
+        path = goes_on  # what it began with may be gone
+    elif hf.is_folder(source):
+        return hf.options(source, chosen['seq_len'])
+    else:
+        path = resume.source(source)
+    then = checkpoint.read_meta(path, resume.META)['config']
+    return {k: then[k] for k in SHAPE if k in then}
 
 
-def check_same_model(cfg: Config, path: Path, meta: dict, vocab_size: int, tokenizer_hash: str | None,
-                     may_differ: tuple = ()) -> dict:
-    """Refuses a checkpoint of another model or tokenizer: many of these have weights of the same shapes, and would go
-    on with a high loss and no error. Returns {option: (value then, value now)} of the other options that differ."""
-    then = meta['config']
-    if lacking := [k for k in (*SHAPE, 'seed', 'seq_len') if k not in then]:
-        raise UserError(f'{path}/meta.json: its config lacks {", ".join(lacking)}: another script wrote it')
-    changed = {k: (then[k], v) for k, v in asdict(cfg).items() if k in then and then[k] != v}
-    if other := [f'--{k} {changed[k][0]}, not {changed[k][1]}' for k in SHAPE
-                if k in changed and k not in may_differ]:
-        raise UserError(f'{path} was trained with {"; ".join(other)}: use its values, or another --out')
-    if meta['vocab_size'] != vocab_size:
-        raise UserError(f'{path} was trained with a vocabulary of {meta["vocab_size"]}, {cfg.data} has {vocab_size}')
-    if meta['tokenizer'] != tokenizer_hash:
-        raise UserError(f'{path} was trained on ids of another tokenizer than that of {cfg.data}: prepare the text '
-                        f'with the first one (data/text.py --tokenizer FILE)')
-    return {k: v for k, v in changed.items() if k not in ('preset', 'out', 'init_from')}
+def export(cfg: Config):
+    """Writes the newest weights of a run, for which no device is asked, one stacked weight at a time."""
+    source = resume.source(cfg.init_from) if cfg.init_from else resume.source(resume.Folder(cfg.out).out, '--out')
+    meta = checkpoint.read_meta(source, resume.META)
+    then = resume.options_of(Config, source, meta, SHAPE)
+    shapes = weight_shapes(then)
+    dtype = torch.float32 if cfg.dtype == 'auto' else matmul_dtype(cfg)
 
+    def weights():
+        for name, shape in shapes.items():
+            w = torch.empty(shape)
+            checkpoint.load(source, {name: w})
+            yield name, w
 
-def check_same_data(cfg: Config, path: str, meta: dict, data_hash: str):
-    """Refuses to go on in the middle of another order of data, where windows would be seen twice or never."""
-    then = meta['config']
-    differs = [f'--{k} {then[k]}, not {getattr(cfg, k)}' for k in ('seed', 'seq_len') if then[k] != getattr(cfg, k)]
-    if meta['data'] != data_hash:
-        differs.append(f'other tokens than those in {cfg.data} now')
-    if differs and cfg.reset_data:
-        meta['consumed'] = 0
-    elif differs:
-        raise UserError(f'{path} was trained with {"; ".join(differs)}: use these, or --reset_data to go on from the '
-                        f'beginning of the data')
+    hf.write(cfg.export, hf.config_of(asdict(then), dtype, meta['separator']), weights(), HF_NAMES, dtype,
+             then.vocab_size, lambda temp: resume.copy_tokenizer(source, temp))
+    print(f'wrote {cfg.export}: the weights of {source} in HuggingFace\'s format, {dtype}')
 
 
 def find_data(cfg: Config) -> Config:

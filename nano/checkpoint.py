@@ -6,7 +6,6 @@ without it, or with a file missing or shorter, is incomplete and never read. On 
 and renamed; an object store (gs://...) has no rename, so there the meta.json alone commits it.
 """
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import torch
 
@@ -30,12 +29,14 @@ class Saver:
 
     Of those complete it keeps the newest `keep` and every one whose step is a multiple of `keep_every` (0: no others).
     A save that fails is said, and `failed_last` until another one succeeds; what was complete before stays.
-    With several hosts all call `save` and `wait` at the same steps; `group` is theirs alone (process_group).
+    With several hosts all call `save` and `wait` at the same steps; `group` is theirs alone (process_group). Before it
+    commits one, the first host calls `before_commit`.
     """
 
     def __init__(self, folder: str | Path, keep: int, keep_every: int = 0, say: Callable[[str], Any] = print,
-                 group=None):
+                 group=None, before_commit: Callable[[], Any] = lambda: None):
         self.folder, self.keep, self.keep_every, self.say, self.group = str(folder), keep, keep_every, say, group
+        self.before_commit = before_commit
         self.failed_last = False
         if _rank(group) == 0:  # what kills left, of other steps too: each has the size of a whole one
             for rest in Path(folder).glob('step_*.tmp'):
@@ -51,18 +52,19 @@ class Saver:
         if self.committed == step:
             return
         waited = time.perf_counter()
+        memory = PeakMemory()
         parts = to_host(tensors)
         copied = time.perf_counter()
         n_bytes = sum(_n_bytes(p) for p in parts.values())
 
         def write():
             try:
-                path = _write(self.folder, step, parts, meta, self.group)
+                path = _write(self.folder, step, parts, meta, self.group, self.before_commit)
                 parts.clear()
                 self.committed, self.failed_last = step, False
                 self.say(f'step {step}: wrote {path}: {n_bytes / 1e6:,.1f} MB; the loop stood still for '
                          f'{waited - began:.2f} s to finish the save before and {copied - waited:.2f} s to copy, then '
-                         f'{time.perf_counter() - copied:.2f} s in the background')
+                         f'{time.perf_counter() - copied:.2f} s in the background{memory}')
                 with contextlib.suppress(OSError):  # the next save prunes again
                     self._prune()
             except BaseException as e:  # torch's CheckpointException is no Exception
@@ -87,14 +89,14 @@ class Saver:
 
     def _prune(self):
         if _rank(self.group) == 0:
-            fs = _fs(self.folder)
+            fs = file_system(self.folder)
             for path in complete(self.folder)[:-self.keep]:
                 if not self.keep_every or step_of(path) % self.keep_every:
                     fs.rm(path, recursive=True)
 
 
-def _write(folder: str, step: int, parts: dict[str, Any], meta: dict[str, Any], group) -> str:
-    fs = _fs(folder)
+def _write(folder: str, step: int, parts: dict[str, Any], meta: dict[str, Any], group, before_commit) -> str:
+    fs = file_system(folder)
     final = f'{folder}/step_{step:08d}'
     temp = final + '.tmp' if _is_local(fs) else final
 
@@ -105,10 +107,11 @@ def _write(folder: str, step: int, parts: dict[str, Any], meta: dict[str, Any], 
         fs.makedirs(temp, exist_ok=True)
 
     def commit():
+        before_commit()
         files = {path.rsplit('/', 1)[-1]: size for path, size in _files(fs, temp).items()}
         _put(fs, f'{temp}/meta.json', json.dumps({'step': step, 'files': files, **meta}, indent=1))
         if temp != final:
-            os.rename(temp, final)
+            _rename(temp, final)
             _sync(folder)
 
     _on_first(group, prepare)
@@ -156,15 +159,18 @@ def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     return found
 
 
-def load(path: str | Path, tensors: dict[str, torch.Tensor]):
-    """Reads the checkpoint at `path` into `tensors`, which are on the device and sharded as they shall be; the mesh and
-    the hosts may differ from those that wrote it. Each host reads what its devices need, one tensor at a time. Raises
-    UserError if a name or a shape differs or if it cannot be read."""
+def load(path: str | Path, tensors: dict[str, torch.Tensor], reader=None):
+    """Reads the checkpoint at `path` into `tensors`, which are on the device and sharded as they shall be, or all of
+    them on the host; the mesh and the hosts may differ from those that wrote it. Each host reads what its devices need,
+    one tensor at a time. `reader`: of another format (nano.hf). Raises UserError if a name or a shape differs or if it
+    cannot be read."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner
-    reader = FsspecReader(str(path))
+    reader = reader or FsspecReader(str(path))
+    planner = dcp.DefaultLoadPlanner
+    if any(t.device.type != 'cpu' for t in tensors.values()):
+        from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner as planner
     try:
         stored = reader.read_metadata().state_dict_metadata
         for name, t in tensors.items():
@@ -175,7 +181,7 @@ def load(path: str | Path, tensors: dict[str, torch.Tensor]):
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
             for name, t in tensors.items():
-                dcp.load({name: t}, storage_reader=reader, planner=SPMDLoadPlanner(), no_dist=True)
+                dcp.load({name: t}, storage_reader=reader, planner=planner(), no_dist=True)
     except UserError:
         raise
     except (Exception, CheckpointException) as e:  # a damaged pickle raises anything
@@ -187,7 +193,7 @@ def load(path: str | Path, tensors: dict[str, torch.Tensor]):
 
 def problem(path: str | Path) -> str | None:
     """What makes the checkpoint at `path` incomplete, or None. Seen from a listing: nothing large is read."""
-    fs, path = _fs(path), str(path)
+    fs, path = file_system(path), str(path)
     try:
         meta = json.loads(fs.cat_file(f'{path}/meta.json'))
         wanted = dict(meta['files'])
@@ -233,7 +239,7 @@ def read_meta(path: str | Path, types: dict[str, type | tuple]) -> dict[str, Any
     UserError otherwise, or if the checkpoint is incomplete."""
     if why := problem(path):
         raise UserError(f'{path} is no complete checkpoint: {why}')
-    meta = json.loads(_fs(path).cat_file(f'{path}/meta.json'))
+    meta = json.loads(file_system(path).cat_file(f'{path}/meta.json'))
     wrong = [name for name, kind in types.items() if not isinstance(meta.get(name, ...), kind)]
     if wrong or meta.get('step') != step_of(path):
         raise UserError(f'{path}/meta.json: {", ".join(wrong or ["step"])} cannot be used: another script wrote it, or '
@@ -243,7 +249,7 @@ def read_meta(path: str | Path, types: dict[str, type | tuple]) -> dict[str, Any
 
 def amend(path: str | Path, **more: Any):
     """Changes some of a checkpoint's meta."""
-    fs = _fs(path)
+    fs = file_system(path)
     _put(fs, f'{path}/meta.json', json.dumps({**json.loads(fs.cat_file(f'{path}/meta.json')), **more}, indent=1))
 
 
@@ -254,7 +260,7 @@ def step_of(path: str | Path) -> int:
 
 def _all(folder: str | Path) -> list[str]:
     """Everything in `folder` that has a checkpoint's name, oldest first."""
-    fs = _fs(folder)
+    fs = file_system(folder)
     try:
         names = [path.rstrip('/').rsplit('/', 1)[-1] for path in fs.ls(str(folder), detail=False, refresh=True)]
     except FileNotFoundError:
@@ -264,7 +270,7 @@ def _all(folder: str | Path) -> list[str]:
 
 # ---- File systems ----
 
-def _fs(path: str | Path):
+def file_system(path: str | Path):
     """fsspec's file system of a path or an address. Raises UserError naming the package that it lacks."""
     import fsspec
     try:
@@ -294,11 +300,44 @@ def _put(fs, path: str, text: str):
     _sync(os.path.dirname(path))
 
 
+def _rename(temp: str, final: str):
+    try:
+        os.rename(temp, final)
+    except OSError:  # a bucket mounted with gcsfuse renames files, but no folders that hold some
+        os.makedirs(final, exist_ok=True)
+        for name in sorted(os.listdir(temp), key=lambda name: name == 'meta.json'):
+            os.rename(f'{temp}/{name}', f'{final}/{name}')
+        os.rmdir(temp)
+
+
 def _sync(folder: str):
     fd = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):  # a network's file system may not know it
         os.fsync(fd)  # the rename itself
     os.close(fd)
+
+
+class PeakMemory:
+    """The most host memory that this process holds from now on, as the end of a sentence; the whole process's, so what
+    runs beside counts too."""
+
+    def __init__(self):
+        self.before = self._read('VmRSS')
+        try:
+            Path('/proc/self/clear_refs').write_text('5')  # see proc(5): the peak begins anew
+        except OSError:
+            self.before = None
+
+    @staticmethod
+    def _read(name: str) -> float | None:
+        found = re.search(rf'^{name}:\s+(\d+) kB', Path('/proc/self/status').read_text(), re.M)
+        return int(found[1]) * 1024 if found else None
+
+    def __str__(self) -> str:
+        peak = self._read('VmHWM')
+        if self.before is None or peak is None:
+            return ''
+        return f'; host memory at most {peak / 1e6:,.0f} MB, {(peak - self.before) / 1e6:,.0f} more than before'
 
 
 def _n_bytes(part: Any) -> int:
@@ -343,12 +382,13 @@ def _on_first(group, do: Callable[[], Any]):
         raise found[0]
 
 
-def check_shared(folder: str | Path, group):
-    """Refuses a folder that the hosts do not share: each would hold a part of each checkpoint, and none a whole one."""
+def check_shared(folder: str | Path, group, found: str | None = None):
+    """Refuses a folder that the hosts do not share: each would hold a part of each checkpoint, and none a whole one.
+    Also if they `found` different checkpoints to go on from, as where a network's file system lags."""
     if not group:
         return
     import torch.distributed as dist
-    fs, token = _fs(folder), [secrets.token_hex(8)]
+    fs, token = file_system(folder), [secrets.token_hex(8)]
     dist.broadcast_object_list(token, 0, group)
     probe = f'{folder}/probe_{token[0]}'
     _on_first(group, lambda: (fs.makedirs(str(folder), exist_ok=True), fs.pipe_file(probe, b'seen by all hosts')))
@@ -358,25 +398,7 @@ def check_shared(folder: str | Path, group):
     if not all(seen):
         blind = ', '.join(str(i) for i, s in enumerate(seen) if not s)
         raise UserError(f'--out {folder}: host {blind} does not see what host 0 writes there: use a disk that all of '
-                        f'them mount')
-
-
-@contextlib.contextmanager
-def alone(folder: str | Path) -> Iterator[None]:
-    """Makes the folder and holds it for this process among those of this machine: two runs that write the same
-    checkpoints destroy each other's. The lock ends with the process, however that ends. Raises UserError."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as e:
-        os.close(fd)
-        raise UserError(f'--out {folder}: another run is writing there: wait for it, or choose another --out') from e
-    except OSError:
-        pass  # a network's file system without locks
-    try:
-        yield
-    finally:
-        os.close(fd)
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)  # if nothing was written
+                        f'them mount, or a bucket (gs://...)')
+    dist.all_gather_object(seen, found, group)
+    if len(set(seen)) > 1:
+        raise UserError(f'--out {folder}: the hosts see different checkpoints as the newest ({seen}): start again')

@@ -22,7 +22,7 @@ import sys
 import textwrap
 import tokenize
 from pathlib import Path
-from typing import Any, NoReturn, Sequence, TypeVar, get_type_hints
+from typing import Any, Callable, NoReturn, Sequence, TypeVar, get_type_hints
 
 T = TypeVar('T')
 EXPECTED = {int: 'a whole number such as 64, 1e6, 2**20 or 50_000', float: 'a number such as 3e-4',
@@ -31,8 +31,9 @@ BOOLS = {'true': True, 'yes': True, '1': True, 'false': False, 'no': False, '0':
 
 
 def parse(cls: type[T], presets: dict[str, dict[str, Any]], argv: Sequence[str] | None = None,
-          doc: str | None = None) -> T:
-    """Fills the dataclass `cls` from argv (None: the command line); `doc` heads the --help text.
+          doc: str | None = None, more: Callable[[dict[str, Any]], dict[str, Any]] = lambda chosen: {}) -> T:
+    """Fills the dataclass `cls` from argv (None: the command line); `doc` heads the --help text. `more` is called with
+    all values and returns some that win over defaults and preset, but not over the command line.
 
     An unknown option or a value of the wrong type ends the program: one line on stderr, exit code 2.
     """
@@ -67,7 +68,8 @@ def parse(cls: type[T], presets: dict[str, dict[str, Any]], argv: Sequence[str] 
     chosen = given.get('preset', getattr(cls, 'preset', ''))
     if chosen and chosen not in presets:
         _fail(f'no preset {chosen!r}{_nearest(chosen, presets, "; did you mean {}?", ";")} There are: {", ".join(presets)}')
-    return cls(**{**presets.get(chosen, {}), **given})
+    values = {**dataclasses.asdict(cls()), **presets.get(chosen, {})}
+    return cls(**{**values, **more({**values, **given}), **given})
 
 
 def to_dict(cfg: Any) -> dict[str, Any]:

@@ -20,17 +20,18 @@ torch.set_num_threads(1)  # for tiny products threads only wait for one another
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB = 350  # of 384 rows: the table is padded to full tiles
 SMALL = train_gpt.Config(device='cpu', layers=3, width=64, heads=8, kv_heads=4, head_size=8, mlp_width=96, seq_len=32,
-                         global_batch=16, adam_eps=1e-4, clip=0.5, weight_decay=0.3)
+                         vocab_size=VOCAB, global_batch=16, adam_eps=1e-4, clip=0.5, weight_decay=0.3)
 # name: options, mesh (data, fsdp, tensor) of 8 devices. Together: every axis and every option.
 CASES = {
     'fsdp': (dict(), '1,8,1'),
     'all axes and options': (dict(qk_norm=True, tied=False, z_loss=0.01, accumulate=2), '2,2,2'),
-    'tensor': (dict(heads=4, head_size=16, kv_heads=2, rope_theta=500.), '1,1,8'),
+    'tensor': (dict(heads=4, head_size=16, kv_heads=2, rope_theta=500., qkv_bias=True, rope_scaling='8,1,4,96'),
+               '1,1,8'),
     'data, unrolled': (dict(scan=False, layers=2, tied=False, beta1=0.8, beta2=0.99), '8,1,1'),
 }
 ON_ONE = {
     'scanned': dict(accumulate=4, qk_norm=True),
-    'unrolled': dict(scan=False, layers=2, tied=False, z_loss=0.01),
+    'unrolled': dict(scan=False, layers=2, tied=False, z_loss=0.01, rope_scaling='3'),
 }
 LRS = 3e-3, 1e-2, 0.0, 1e-4  # among them 0 and those that equal z_loss and adam_eps: torch_xla treats such apart
 
@@ -45,7 +46,7 @@ def plain_logits(cfg, weights, ids_BT):
     def norm(x, w):
         return x / (x.pow(2).mean(-1, keepdim=True) + cfg.norm_eps).sqrt() * w
 
-    turn = [[t * cfg.rope_theta ** (-2 * i / C) for i in range(C // 2)] for t in range(T)]
+    turn = [[t * plain_speed(cfg, i) for i in range(C // 2)] for t in range(T)]
     turn = torch.polar(torch.ones(T, C // 2, dtype=torch.float64), torch.tensor(turn, dtype=torch.float64))
 
     def rotate(x):  # dimension i and i + C / 2 are the real and the imaginary part
@@ -56,7 +57,7 @@ def plain_logits(cfg, weights, ids_BT):
     for n in range(cfg.layers):
         w = {name.rsplit('_', 1)[0]: v[n] for name, v in weights.items() if '_L' in name}
         h = norm(x, w['attn_norm'])
-        q, k, v = ((h @ w[name]).view(B, T, -1, C) for name in ('wq', 'wk', 'wv'))
+        q, k, v = ((h @ w[f'w{x}'] + (w[f'{x}_bias'] if cfg.qkv_bias else 0)).view(B, T, -1, C) for x in 'qkv')
         if cfg.qk_norm:
             q, k = norm(q, w['q_norm']), norm(k, w['k_norm'])
         q, k = rotate(q), rotate(k)
@@ -66,13 +67,28 @@ def plain_logits(cfg, weights, ids_BT):
         x = x + torch.einsum('bhts,bshc->bthc', score.softmax(-1), v).reshape(B, T, H * C) @ w['wo']
         h = norm(x, w['mlp_norm'])
         x = x + (F.silu(h @ w['w_gate']) * (h @ w['w_up'])) @ w['w_down']
-    return norm(x, weights['final_norm_D']) @ weights['embed_VD' if cfg.tied else 'head_VD'].T
+    return norm(x, weights['final_norm_D']) @ weights['embed_VD' if cfg.tied else 'head_VD'][:VOCAB].T
+
+
+def plain_speed(cfg, i):
+    """How fast dimension i turns; with Llama 3.1's scaling by the length of its wave."""
+    speed = cfg.rope_theta ** (-2 * i / cfg.head_size)
+    factor, *rest = [float(x) for x in (cfg.rope_scaling or '1').split(',')]
+    if not rest:
+        return speed / factor
+    wave, (low, high, length) = 2 * math.pi / speed, rest
+    if wave < length / high:
+        return speed
+    if wave > length / low:
+        return speed / factor
+    kept = (length / wave - low) / (high - low)
+    return (1 - kept) * speed / factor + kept * speed
 
 
 def plain_steps(cfg, weights, batches, lrs):
     """Full-batch training with torch.optim.AdamW: [(loss, norm of the gradient, clipped gradients)], weights after."""
     params = {n: w.double().requires_grad_() for n, w in weights.items()}
-    groups = [dict(params=[p for n, p in params.items() if ('norm' in n) == norms], weight_decay=decay)
+    groups = [dict(params=[p for n, p in params.items() if ('norm' in n or 'bias' in n) == norms], weight_decay=decay)
               for norms, decay in ((False, cfg.weight_decay), (True, 0.0))]
     optimizer = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
     out = []
@@ -96,7 +112,7 @@ def make_weights(cfg, seed):
     """Weights far from their first values, so that attention is not flat and each norm matters."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) * 0.15 + ('norm' in name)
-            for name, shape in train_gpt.weight_shapes(cfg, VOCAB).items()}
+            for name, shape in train_gpt.weight_shapes(cfg).items()}
 
 
 def make_batches(cfg, seed, n=len(LRS)):
@@ -117,7 +133,7 @@ def on_device(cfg, mesh, weights=None):
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.spmd as xs
     device = torch_xla.device()
-    model, state = train_gpt.build(cfg, VOCAB, mesh, device)
+    model, state = train_gpt.build(cfg, mesh, device)
     torch_xla.sync()
     if weights:
         weights = {name: torch.nn.Parameter(w.to(device)) for name, w in weights.items()}
@@ -476,14 +492,14 @@ def test_guards_of_a_model(devices, monkeypatch, capsys):
         model, state, _ = on_device(SMALL, mesh)
         if change:
             change(model, state)
-        train_gpt.check_model(SMALL, model, state, VOCAB, mesh, print)
+        train_gpt.check_model(SMALL, model, state, mesh, print)
 
     check()
     table = capsys.readouterr().out
     # name, shape, axes, and bytes of a device: 3 * 64 * 96 float32 over 8 devices
     assert any(line.split() == ['w_up_LDF', '(3,', '64,', '96)', '(None,', "'fsdp',", "'tensor')", '0.01']
                for line in table.splitlines()), table
-    assert all(name in table for name in train_gpt.weight_shapes(SMALL, VOCAB))
+    assert all(name in table for name in train_gpt.weight_shapes(SMALL))
 
     def untie(model, state):
         model.head_VD = torch.nn.Parameter(model.embed_VD.detach().clone())

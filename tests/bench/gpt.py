@@ -62,7 +62,7 @@ def xla_step(cfg, mesh):
     """(step, weights): train_gpt.py's own step on one CPU device; step.trace_ms is the host's part of the last one."""
     import torch_xla
     device = torch_xla.device()
-    model, state = train_gpt.build(cfg, VOCAB, mesh, device)
+    model, state = train_gpt.build(cfg, mesh, device)
     torch_xla.sync(wait=True)
 
     def step(ids, targets):
@@ -81,7 +81,7 @@ def random_batch(cfg):
 
 
 def speed(mesh, rounds=15):
-    cfg = train_gpt.Config(device='cpu')
+    cfg = train_gpt.Config(device='cpu', vocab_size=VOCAB)
     step, weights = xla_step(cfg, mesh)
     steps = {'eager PyTorch': eager_step(cfg, weights), 'train_gpt.py': step}
     batch = random_batch(cfg)
@@ -108,7 +108,7 @@ def trace(mesh, rounds=25):
     print(f'host time of a training step with one micro-batch, {rounds} rounds, device idle before each')
     small = dict(device='cpu', width=64, heads=2, kv_heads=1, head_size=32, mlp_width=128, seq_len=64, global_batch=2)
     for layers in (12, 32):
-        cfg = replace(train_gpt.Config(), layers=layers, **small)
+        cfg = replace(train_gpt.Config(), vocab_size=VOCAB, layers=layers, **small)
         step, _ = xla_step(cfg, mesh)
         batch = random_batch(cfg)
         times = []
