@@ -265,6 +265,11 @@ def _all(folder: str | Path) -> list[str]:
         names = [path.rstrip('/').rsplit('/', 1)[-1] for path in fs.ls(str(folder), detail=False, refresh=True)]
     except FileNotFoundError:
         return []
+    except Exception as e:  # an object store's client raises its own: no such bucket, no permission, no login
+        if _is_local(fs):
+            raise
+        raise UserError(f'{folder}: cannot be listed ({_cause(e)}). Does the bucket exist, and may this machine read '
+                        f'it? For gs://: gcloud auth application-default login') from e
     return [f'{folder}/{name}' for name in sorted(names) if STEP.fullmatch(name)]
 
 
@@ -276,7 +281,18 @@ def file_system(path: str | Path):
     try:
         return fsspec.core.url_to_fs(str(path))[0]
     except (ImportError, ValueError) as e:
-        raise UserError(f'{path}: {e} (for gs:// addresses: pip install gcsfs)') from e
+        raise UserError(f'{path}: {e} (for gs:// addresses: python -m pip install gcsfs==2026.10.1)') from e
+
+
+def check_writable(folder: str):
+    """Raises UserError if an object store refuses a small file: no such bucket, no permission."""
+    fs, probe = file_system(folder), f'{folder}/probe_{secrets.token_hex(8)}'
+    try:
+        fs.pipe_file(probe, b'this machine may write here')
+        fs.rm(probe)
+    except Exception as e:  # each store's client raises its own
+        raise UserError(f'{folder}: cannot be written ({_cause(e)}). Does the bucket exist, and may this machine write '
+                        f'there? For gs://: gcloud auth application-default login') from e
 
 
 def _is_local(fs) -> bool:
@@ -333,11 +349,14 @@ class PeakMemory:
         found = re.search(rf'^{name}:\s+(\d+) kB', Path('/proc/self/status').read_text(), re.M)
         return int(found[1]) * 1024 if found else None
 
-    def __str__(self) -> str:
+    def mb(self) -> tuple[float, float] | None:
+        """(the peak, how much more that is than before) in MB; None where /proc does not tell."""
         peak = self._read('VmHWM')
-        if self.before is None or peak is None:
-            return ''
-        return f'; host memory at most {peak / 1e6:,.0f} MB, {(peak - self.before) / 1e6:,.0f} more than before'
+        return None if self.before is None or peak is None else (peak / 1e6, (peak - self.before) / 1e6)
+
+    def __str__(self) -> str:
+        return f'; host memory at most {found[0]:,.0f} MB, {found[1]:,.0f} more than before' if (found := self.mb()) \
+            else ''
 
 
 def _n_bytes(part: Any) -> int:

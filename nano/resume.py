@@ -51,8 +51,10 @@ class Folder:
                 os.rmdir(self.local)  # if nothing was written
 
     def check_space(self, n_bytes: int):
-        """Raises UserError if a checkpoint has no room."""
-        if not self.remote and (free := shutil.disk_usage(self.local).free) < n_bytes:
+        """Raises UserError if a checkpoint has no room, or if nothing can be written."""
+        if self.remote:
+            checkpoint.check_writable(self.out)
+        elif (free := shutil.disk_usage(self.local).free) < n_bytes:
             raise UserError(f'{self.out}: {free / 1e6:,.1f} MB are free there, a checkpoint takes {n_bytes / 1e6:,.1f}')
 
     def fetch(self):

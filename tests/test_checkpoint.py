@@ -175,6 +175,35 @@ def test_which_are_kept(devices, tmp_path, place_):
     assert all(torch.equal(back[n].cpu(), tensors[n].cpu()) for n in tensors)
 
 
+def test_a_mount_that_renames_no_folders(devices, tmp_path, monkeypatch):
+    """As gcsfuse does: the files are moved one by one, meta.json last."""
+    rename, moved = os.rename, []
+
+    def mounted(old, new):
+        if os.path.isdir(old):
+            raise OSError(39, 'Directory not empty')
+        moved.append(os.path.basename(new))
+        rename(old, new)
+
+    monkeypatch.setattr(os, 'rename', mounted)
+    path = save(tmp_path, 3, some_tensors(), n=3)
+    assert checkpoint.newest(tmp_path) == path and read_by_torch(path).keys() == {'w0', 'w1', 'w2'}
+    assert moved[-1] == 'meta.json' and os.listdir(tmp_path) == ['step_00000003']
+
+
+def test_peak_memory_is_said_and_is_about_one_copy(devices, tmp_path):
+    """64 MB on 8 devices: what the save needs beside, with a half more for what else goes on."""
+    tensors = place({f'w{i}': torch.ones(1024, 2048) for i in range(8)}, {f'w{i}': ('fsdp', None) for i in range(8)},
+                    runtime.make_mesh('1,8,1', 8))
+    said = []
+    save(tmp_path, 1, tensors, said.append)
+    more = int(re.search(r'host memory at most [\d,]+ MB, (-?[\d,]+) more than before', said[0])[1].replace(',', ''))
+    assert 50 < more < 100, said
+    memory = checkpoint.PeakMemory()
+    checkpoint.load(tmp_path / 'step_00000001', tensors)
+    assert memory.mb()[1] < 50, memory  # of one tensor at a time, 8 MB
+
+
 def test_a_kill_while_saving_leaves_what_was_complete(devices, tmp_path, seed):
     """SIGKILL at random moments of a process that does nothing but save: the newest complete one can always be read."""
     rng = random.Random(seed)

@@ -73,7 +73,8 @@ def test_there_and_back(devices, kind, tmp_path, seed, monkeypatch):
     torch_xla.sync()
     shapes = train_gpt.weight_shapes(cfg)
     weights = dict(model.named_parameters())
-    checkpoint.load(tmp_path / 'theirs', weights, hf.Reader(tmp_path / 'theirs', train_gpt.HF_NAMES, shapes, cfg.vocab_size))
+    reader = hf.Reader(tmp_path / 'theirs', train_gpt.HF_NAMES, shapes, cfg.vocab_size)
+    checkpoint.load(tmp_path / 'theirs', weights, reader)
     found = {n: whole(w) for n, w in weights.items()}
     ids = torch.randint(0, cfg.vocab_size, (4, 32), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
@@ -227,9 +228,9 @@ def test_broken_folders_are_one_line(change, message, tmp_path):
 
 
 def test_old_buffers_and_a_tied_head_are_no_weights(tmp_path):
-    edit = edit_file(NORM, lambda t: t.update({'lm_head.weight': torch.ones(1), 'model.layers.0.self_attn.rotary_emb.inv'
-                                               '_freq': torch.ones(4)}))
-    assert 'head_VD' not in broken('Llama 3.2', edit, tmp_path).shapes
+    more = {'lm_head.weight': torch.ones(1), 'model.layers.0.self_attn.rotary_emb.inv_freq': torch.ones(4)}
+    reader = broken('Llama 3.2', edit_file(NORM, lambda tensors: tensors.update(more)), tmp_path)
+    assert 'head_VD' not in reader.shapes
 
 
 def test_a_run_from_a_folder_and_its_export(data, tmp_path, monkeypatch):  # noqa: F811

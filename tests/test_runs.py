@@ -277,6 +277,38 @@ def test_init_from_takes_the_weights_alone(whole, data, tmp_path):
     assert code == 2 and '--width 64, not 128' in stderr
 
 
+def test_a_run_in_an_object_store(whole, data, tmp_path, monkeypatch):
+    """fsspec's memory:// stands for gs://. A run that is stopped there goes on on another machine, bit for bit, with
+    its record and samples; its weights are exported and start a new run from there too."""
+    import fsspec
+    out, fs = f'memory://{tmp_path.name}/run', fsspec.filesystem('memory')
+    for n, options in enumerate((['--stop_at', 4], [])):
+        (tmp_path / f'machine {n}').mkdir()
+        monkeypatch.chdir(tmp_path / f'machine {n}')
+        code, stdout, stderr = run(out, data, '--strict', *options)
+        assert code == 0 and (not n or f'goes on from {out}/ckpt/step_00000004' in stdout), stderr
+    copy = tmp_path / 'copy'
+    fs.get(f'/{tmp_path.name}/run', str(copy), recursive=True)
+    same_run(copy, whole[0], exact=True)
+    assert {p.name for p in (copy / 'samples').iterdir()} == {p.name for p in (whole[0] / 'samples').iterdir()}
+    assert (copy / 'log.txt').read_text().count('parameters on a mesh') == 2
+    assert 'is complete' in run(out, data)[1]
+    assert run('new', data, '--init_from', out, '--steps', 1, '--sample_tokens', 0)[0] == 0
+    assert metrics(Path('new'))[1][0]['val_loss'] == metrics(copy)[1][-1]['val_loss']
+    code, stdout, stderr = run(out, data, '--export', 'exported')
+    assert code == 0 and {'config.json', 'model.safetensors', 'tokenizer.model'} <= set(os.listdir('exported')), stderr
+
+
+@pytest.mark.parametrize('out, message', [('gs://bucket/run', 'pip install gcsfs=='), ('gx://a/b', 'Protocol not known')])
+def test_addresses_that_cannot_be_used(out, message, data):
+    try:
+        import gcsfs  # noqa: F401
+        pytest.skip('gcsfs is installed')
+    except ImportError:
+        code, _, stderr = run(out, data)
+        assert code == 2 and stderr.startswith('error: ') and message in stderr and stderr.count('\n') == 1, stderr
+
+
 def test_a_run_stops_when_nothing_is_finite_any_more(data, tmp_path):
     """A learning rate of 1e30 makes weights that are finite and whose gradient is not."""
     code, stdout, stderr = run(tmp_path, data, '--lr', 1e30, '--warmup', 0, '--max_bad', 3, '--save_every', 1,
