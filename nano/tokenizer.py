@@ -3,7 +3,9 @@
 Text is data here, never a command: "</s>" in it becomes the ids of its characters, no control id, and no begin or end
 id is added. Our own models (data/text.py) are lossless but for a literal U+2581, which sentencepiece reads as a space.
 """
+import json
 import os
+import shutil
 from typing import Sequence
 
 from nano.shards import DataError
@@ -92,3 +94,72 @@ def load_tokenizer(path: str) -> Tokenizer:
     if path.endswith('.json'):
         return HuggingFace(path)
     raise DataError(f'{path}: a tokenizer is a sentencepiece .model or a HuggingFace tokenizer.json')
+
+
+def write_huggingface(tokenizer_path: str, folder: str) -> str:
+    """Writes the files from which transformers.AutoTokenizer makes this tokenizer; returns '', or what is missing.
+
+    The ids are those of `encode` here: no begin or end id is added. One thing differs, by custom there: a special
+    token's name in a text becomes its id, unless the caller passes split_special_tokens=True. The file is copied, but
+    a tokenizer.json loses what adds ids. A .model is also told as a tokenizer.json if that has the same ids for any
+    text, else it lies alone: what transformers then makes of it is unproven, and the string returned says why."""
+    tokenizer = load_tokenizer(tokenizer_path)
+    model, end, told = tokenizer._model, tokenizer.separator, None
+    shutil.copyfile(tokenizer_path, os.path.join(folder, 'tokenizer' + os.path.splitext(tokenizer_path)[1]))
+    if isinstance(tokenizer, HuggingFace):
+        names = {} if end is None else dict.fromkeys(('bos', 'eos'), model.id_to_token(end))
+        if model.num_special_tokens_to_add(False):  # transformers heeds no add_bos_token beside a tokenizer.json
+            with open(tokenizer_path, encoding='utf-8') as f:
+                told = {**json.load(f), 'post_processor': None}
+    else:
+        ids = {'unk': model.unk_id(), 'bos': model.bos_id(), 'eos': -1 if end is None else end, 'pad': model.pad_id()}
+        names = {k: model.id_to_piece(i) for k, i in ids.items() if i >= 0}
+        told = as_tokenizer_json(model.serialized_model_proto(), names['unk'])
+    if isinstance(told, str):
+        return f'{tokenizer_path}: written without a tokenizer.json, whose ids could differ: {told}'
+    if told:
+        with open(os.path.join(folder, 'tokenizer.json'), 'w', encoding='utf-8') as f:
+            json.dump(told, f, ensure_ascii=False, indent=1)
+    with open(os.path.join(folder, 'tokenizer_config.json'), 'w', encoding='utf-8') as f:
+        json.dump({'tokenizer_class': 'PreTrainedTokenizerFast', 'add_bos_token': False, 'add_eos_token': False,
+                   'clean_up_tokenization_spaces': False, **{f'{k}_token': v for k, v in names.items()}}, f, indent=1)
+    return ''
+
+
+def as_tokenizer_json(proto: bytes, unk: str) -> dict | str:
+    """A sentencepiece model in the terms of a tokenizer.json, or why that would give some texts other ids."""
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+    model = ModelProto.FromString(proto)
+    spec, normalizer, kinds = model.trainer_spec, model.normalizer_spec, model.SentencePiece
+    prefix = normalizer.add_dummy_prefix
+    scores = {p.piece: p.score for p in model.pieces if p.type == kinds.NORMAL}
+    # User-defined symbols. One with a space is never found: spaces are U+2581 by the time they are looked for.
+    own = {p.piece for p in model.pieces if p.type == kinds.USER_DEFINED and ' ' not in p.piece}
+    # sentencepiece merges any two neighbours that make a piece, by its score, then from the left; tokenizers merges
+    # listed pairs, in the list's order, then from the left. That is the same if no two pieces tie and all that is
+    # merged has an id. The order among the pairs that make one piece never mattered in 200,000 random cases.
+    merges = [(piece[:i], piece[i:]) for piece in sorted(scores, key=scores.get, reverse=True)
+              for i in range(1, len(piece)) if piece[:i] in scores and piece[i:] in scores]
+    made = {a + b for a, b in merges}
+    for wrong, why in ((spec.model_type != spec.BPE, 'it is no BPE model'),
+                       (normalizer.precompiled_charsmap or model.denormalizer_spec.precompiled_charsmap
+                        or normalizer.remove_extra_whitespaces or not normalizer.escape_whitespaces
+                        or prefix and spec.treat_whitespace_as_suffix, 'it changes the text more than tokenizers can'),
+                       (prefix and own, 'it puts a space before the text and has user-defined symbols'),
+                       (any(p.type == kinds.UNUSED for p in model.pieces), 'it has unused pieces'),
+                       (len({scores[p] for p in made}) < len(made), 'some of its pieces have the same score'),
+                       (not set(''.join(scores)) <= {*scores, *own}, 'a piece has a character that is no piece')):
+        if wrong:
+            return why
+    return {
+        'added_tokens': [{'id': i, 'content': p.piece, 'special': p.piece not in own, 'normalized': p.piece in own,
+                          'single_word': False, 'lstrip': False, 'rstrip': False} for i, p in enumerate(model.pieces)
+                         if p.piece in own or p.type in (kinds.UNKNOWN, kinds.CONTROL)],
+        'normalizer': {'type': 'Sequence', 'normalizers': [
+            *[{'type': 'Prepend', 'prepend': '\u2581'}][:prefix],
+            {'type': 'Replace', 'pattern': {'String': ' '}, 'content': '\u2581'}]},
+        'decoder': {'type': 'Sequence', 'decoders': [
+            {'type': 'Replace', 'pattern': {'String': '\u2581'}, 'content': ' '}, {'type': 'ByteFallback'},
+            {'type': 'Fuse'}, *[{'type': 'Strip', 'content': ' ', 'start': 1, 'stop': 0}][:prefix]]},
+        'model': {'type': 'BPE', 'unk_token': unk, 'fuse_unk': True, 'byte_fallback': spec.byte_fallback,
+                  'vocab': {p.piece: i for i, p in enumerate(model.pieces)}, 'merges': merges}}
