@@ -560,10 +560,10 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
     say = track.print
     if rt.main:
         config.save_config(cfg, folder.local / 'config.json')
-        if tokenizer_file:  # for --export
-            shutil.copy(tokenizer_file, folder.local / ('tokenizer' + Path(tokenizer_file).suffix))
     splits = {s['split'] for s in manifest['shards'] if s['tokens'] > 1}
     shards.verify(cfg.data, manifest, sorted(splits & {'train', 'val'}), say)
+    if rt.main and tokenizer_file:  # for --export
+        shutil.copy(tokenizer_file, folder.local / ('tokenizer' + Path(tokenizer_file).suffix))
     train = shards.Windows(cfg.data, 'train', cfg.seq_len, cfg.vocab_size)
     val = shards.Windows(cfg.data, 'val', cfg.seq_len, cfg.vocab_size) if 'val' in splits else None
     tokenizer = None

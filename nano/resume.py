@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Iterator, Sequence
 
 from nano import UserError, checkpoint
+from nano.tokenizer import write_huggingface
 
 # What a checkpoint says of itself beside its step.
 META = dict(consumed=int, tokens=int, best=float, wall_s=float, owed=bool, tokenizer=(str, type(None)),
@@ -106,7 +107,6 @@ def options_of(cls: type, path: str, meta: dict[str, Any], shape: Sequence[str])
 def copy_tokenizer(path: str, to: str):
     """Puts the tokenizer that lies beside the run of the checkpoint at `path` into the folder `to`, as HuggingFace's
     tokenizers read it. Says what could not be done."""
-    from nano.tokenizer import write_huggingface
     run = path.rsplit('/', 2)[0]
     fs = checkpoint.file_system(run)
     for name in TOKENIZERS:
@@ -114,7 +114,7 @@ def copy_tokenizer(path: str, to: str):
             with tempfile.TemporaryDirectory() as temp:
                 fs.get_file(f'{run}/{name}', f'{temp}/{name}')
                 if note := write_huggingface(f'{temp}/{name}', to):
-                    print(note)
+                    print(note.replace(temp, run))
                 return
     print(f'{run} has no tokenizer: none is written')
 
