@@ -641,9 +641,8 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
                           wall_s=time.perf_counter() - started)
             say(f'step {step}: validation loss {loss:.4f} (best {best:.4f})' +
                 (f', {bpb:.4f} bits per byte' if bpb else ''))
-        if rt.main and record and step and text:
-            (folder.local / 'samples').mkdir(exist_ok=True)
-            (folder.local / 'samples' / f'step_{step:08d}.txt').write_text(text, encoding='utf-8')
+        if record and step and text:
+            track.write(f'samples/step_{step:08d}.txt', text)
         return True
 
     def save(step: int):

@@ -89,10 +89,10 @@ class Saver:
 
     def _prune(self):
         if _rank(self.group) == 0:
-            fs = file_system(self.folder)
-            for path in complete(self.folder)[:-self.keep]:
-                if not self.keep_every or step_of(path) % self.keep_every:
-                    fs.rm(path, recursive=True)
+            oldest_kept = step_of(complete(self.folder)[-self.keep:][0])
+            for path in _all(self.folder):  # also what is left of one, when a kill came in the middle of this
+                if step_of(path) < oldest_kept and (not self.keep_every or step_of(path) % self.keep_every):
+                    file_system(self.folder).rm(path, recursive=True)
 
 
 def _write(folder: str, step: int, parts: dict[str, Any], meta: dict[str, Any], group, before_commit) -> str:

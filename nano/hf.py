@@ -64,7 +64,8 @@ def options(folder: str | Path, seq_len: int) -> dict[str, Any]:
             mlp_width=config['intermediate_size'], vocab_size=config['vocab_size'],
             tied=config.get('tie_word_embeddings', False), qk_norm=family == 'qwen3', qkv_bias=family == 'qwen2',
             rope_theta=float(rope['rope_theta']), rope_scaling=scaling, norm_eps=config.get('rms_norm_eps', 1e-6))
-        if bad := [k for k, v in found.items() if type(v) in (int, float) and not v > 0]:
+        numbers = {k: v for k, v in found.items() if k not in ('tied', 'qk_norm', 'qkv_bias', 'rope_scaling')}
+        if bad := [k for k, v in numbers.items() if not isinstance(v, (int, float)) or not v > 0]:
             wrong.append(f'{", ".join(bad)} not above 0')
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
         wrong.append(f'no usable {e}' if isinstance(e, KeyError) else f'a field of the wrong type ({e})')

@@ -57,6 +57,16 @@ class Tracker:
                 self._wandb = None
                 self.print(f'wandb failed, so this run goes on without it: {e}')
 
+    def write(self, name: str, text: str) -> None:
+        """Writes a file of the run's folder, on host 0."""
+        if self.main:
+            path = self._log_path.parent / name
+            try:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text, encoding='utf-8')
+            except OSError as e:
+                self.print(f'WARNING: {path} cannot be written ({e.strerror}): training goes on without it')
+
     def progress(self, step: int, loss: float, tokens_per_s: float) -> None:
         """Moves the bar to `step`; without a terminal, a line each PLAIN_EVERY_S seconds at most, and at the end."""
         if not self.main:

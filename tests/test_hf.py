@@ -52,7 +52,7 @@ def config_of(folder, **more):
 
 def logits(cfg, weights, ids):
     """Of train_gpt's model as a plain module."""
-    model = train_gpt.GPT(replace(cfg, scan=False), {n: torch.nn.Parameter(w) for n, w in weights.items()})
+    model = train_gpt.GPT(replace(cfg, scan=False), {n: torch.nn.Parameter(w) for n, w in weights.items()}).eval()
     return (model(ids) @ model.head_VD.t())[..., :cfg.vocab_size]
 
 
@@ -162,7 +162,8 @@ REFUSED = {  # a change of config.json: what the message names
     'rope_parameters': ({'rope_type': 'dynamic', 'rope_theta': 1e4, 'factor': 2.0}, "rope_type 'dynamic'"),
     'partial_rotary_factor': (0.5, 'partial_rotary_factor 0.5'),
     'hidden_size': ('wide', 'a field of the wrong type'),
-    'num_hidden_layers': (None, 'a field of the wrong type'),
+    'num_hidden_layers': (None, 'layers not above 0'),
+    'rms_norm_eps': ('small', 'norm_eps not above 0'),
     'num_attention_heads': (0, 'a field of the wrong type'),
     'vocab_size': (-1, 'vocab_size not above 0'),
 }
