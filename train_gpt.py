@@ -768,6 +768,9 @@ def export(cfg: Config):
 
     hf.write(cfg.export, hf.config_of(asdict(then), dtype, meta['separator']), weights(), HF_NAMES, dtype,
              then.vocab_size, lambda temp: resume.copy_tokenizer(source, temp))
+    if then.qkv_bias and os.path.exists(f'{cfg.export}/tokenizer.model'):
+        print('transformers.AutoTokenizer takes any tokenizer beside a Qwen 2 model for Qwen\'s, and this is none: load it '
+              'with transformers.PreTrainedTokenizerFast.from_pretrained')
     print(f'wrote {cfg.export}: the weights of {source} in HuggingFace\'s format, {dtype}')
 
 

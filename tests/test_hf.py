@@ -274,7 +274,8 @@ def test_a_run_from_a_folder_and_its_export(data, tmp_path, monkeypatch):  # noq
         ids = torch.from_numpy(np.random.default_rng(0).integers(0, 350, (2, 32)))
         with torch.no_grad():
             close(back.float()(ids).logits, logits(cfg, weights, ids), 'logits', 3e-5 if name == 'f32' else 5e-2)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'f32')
+    assert 'PreTrainedTokenizerFast' in stdout  # AutoTokenizer makes Qwen's own kind of it, beside this family alone
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / 'f32')
     from nano.tokenizer import load_tokenizer
     text = 'def f(x):\n\treturn  x + "né"\n'
     ours = load_tokenizer(f'{data}/tokenizer.model')
