@@ -108,6 +108,7 @@ PRESETS = {
 # What makes the model: a run goes on with these as they were, and --init_from brings them.
 SHAPE = ('layers', 'width', 'heads', 'kv_heads', 'head_size', 'mlp_width', 'vocab_size', 'tied', 'qk_norm', 'qkv_bias',
          'rope_theta', 'rope_scaling', 'norm_eps')
+MAY_DIFFER = 'rope_theta', 'rope_scaling', 'norm_eps'  # from those of --init_from, as for longer sequences than before
 
 
 def check(cfg: Config):
@@ -491,7 +492,7 @@ def sample(cfg: Config, model: GPT, tokenizer, vocab_size: int, separator: int, 
 
 def main(argv: list[str] | None = None):
     try:
-        cfg = config.parse(Config, PRESETS, argv, __doc__, shape_of_source)
+        cfg = config.parse(Config, PRESETS, argv, __doc__, partial(resume.options_of_source, shape=SHAPE))
         check(cfg)
         if cfg.export:
             return export(cfg)
@@ -513,26 +514,10 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
     if cfg.vocab_size < manifest['vocab_size']:
         raise UserError(f'--vocab_size {cfg.vocab_size}: {cfg.data} has token ids up to {manifest["vocab_size"] - 1}')
     tokenizer_file = manifest['tokenizer'] and os.path.join(cfg.data, manifest['tokenizer']['file'])
-    tokenizer_hash = manifest['tokenizer'] and manifest['tokenizer']['sha256']
-    data_hash = shards.fingerprint(manifest)
     folder = resume.Folder(cfg.out)
-    meta = dict(step=0, consumed=0, tokens=0, best=math.inf, wall_s=0.0, owed=True)
-    if goes_on := checkpoint.newest(folder.ckpt):
-        meta = checkpoint.read_meta(goes_on, resume.META)
-        resume.check_model(cfg, goes_on, meta['config'], SHAPE)
-        resume.check_tokenizer(cfg, goes_on, meta['tokenizer'], tokenizer_hash)
-        resume.check_data(cfg, goes_on, meta, data_hash)
-    elif cfg.init_from:
-        longer = 'rope_theta', 'rope_scaling', 'norm_eps'  # what may differ, as for longer sequences than before
-        if hf.is_folder(cfg.init_from):
-            resume.check_model(cfg, cfg.init_from, hf.options(cfg.init_from, cfg.seq_len), SHAPE, longer)
-            hf.check_tokenizer(cfg.init_from, cfg.data, tokenizer_hash)
-            source, reader = cfg.init_from, hf.Reader(cfg.init_from, HF_NAMES, weight_shapes(cfg), cfg.vocab_size)
-        else:
-            source, reader = resume.source(cfg.init_from), None
-            then = checkpoint.read_meta(source, resume.META)
-            resume.check_model(cfg, source, then['config'], SHAPE, longer)
-            resume.check_tokenizer(cfg, source, then['tokenizer'], tokenizer_hash)
+    start = resume.find(cfg, manifest, SHAPE, MAY_DIFFER,
+                        lambda: hf.Reader(cfg.init_from, HF_NAMES, weight_shapes(cfg), cfg.vocab_size))
+    meta = start.meta
     start_step, end = meta['step'], min(cfg.stop_at or cfg.steps, cfg.steps)
     if start_step >= end and not meta['owed']:
         print(f'{cfg.out} is complete: step {start_step} of {end}. More: a larger --steps or --stop_at; anew: another '
@@ -546,7 +531,7 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
 
     stop.group = checkpoint.process_group(rt.process_count)
     save_group = checkpoint.process_group(rt.process_count)  # another one: it is used by the thread that writes
-    checkpoint.check_shared(folder.out, save_group, goes_on)
+    checkpoint.check_shared(folder.out, save_group, start.path)
     until_the_end.enter_context(folder.held(rt.main))
     folder.fetch()
     mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
@@ -578,13 +563,8 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
     check_model(cfg, model, state, mesh, say)
     weights = dict(model.named_parameters())
     folder.check_space(sum(t.numel() * t.element_size() for t in (weights | state).values()))
-    memory = checkpoint.PeakMemory()
-    if goes_on:
-        checkpoint.load(goes_on, weights | state)
-        say(f'goes on from {goes_on}{resume.changes(cfg, meta["config"])}{memory}')
-    elif cfg.init_from:
-        checkpoint.load(source, weights, reader)
-        say(f'starts from the weights of {source}{memory}')
+    if start.path:
+        say(start.load(weights, state))
     torch_xla.sync()  # what was loaded is on the devices before the first graph that reads it
 
     n_weights = sum(w.numel() for w in weights.values())
@@ -648,8 +628,9 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
     def save(step: int):
         saver.save(step, weights | state, dict(
             consumed=meta['consumed'] + (step - start_step) * cfg.global_batch, tokens=tokens_at(step), best=best,
-            wall_s=time.perf_counter() - started, owed=owed, tokenizer=tokenizer_hash, separator=manifest['separator'],
-            data=data_hash, config=asdict(cfg)))
+            wall_s=time.perf_counter() - started, owed=owed, separator=manifest['separator'],
+            tokenizer=manifest['tokenizer'] and manifest['tokenizer']['sha256'], data=shards.fingerprint(manifest),
+            config=asdict(cfg)))
 
     bad_in_row = 0
 
@@ -675,8 +656,8 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
                         give_up=lambda: rt.process_count == 1 and stop.signum > 0) as loader):
         say('compiling evaluation and sampling ...')
         owed = not evaluate_and_sample(start_step, record=meta['owed'])
-        if goes_on and rt.main and meta['owed'] and not owed:
-            checkpoint.amend(goes_on, owed=False)
+        if start.goes_on and rt.main and meta['owed'] and not owed:
+            checkpoint.amend(start.path, owed=False)
         meter = Meter(start_step)
         step, unread = start_step, None  # the step before, whose metrics are read while the device works on this one
         say('compiling the training step ... (after it nothing is compiled)')
@@ -732,25 +713,9 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
         sys.exit(stop.exit_code)
     if text:
         say(f'\nA sample after {step} steps:\n\n{text}')
-    folder.push()
 
 
-# ---- To and from HuggingFace's format, and the default data ----
-
-def shape_of_source(chosen: dict) -> dict:
-    """The options that --init_from brings with it, of a new run; those given on the command line stay."""
-    path = source = chosen['init_from']
-    if not source or chosen['export']:
-        return {}
-    if goes_on := checkpoint.newest(resume.Folder(chosen['out']).ckpt, say=lambda text: None):
-        path = goes_on  # what it began with may be gone
-    elif hf.is_folder(source):
-        return hf.options(source, chosen['seq_len'])
-    else:
-        path = resume.source(source)
-    then = checkpoint.read_meta(path, resume.META)['config']
-    return {k: then[k] for k in SHAPE if k in then}
-
+# ---- To HuggingFace's format, and the default data ----
 
 def export(cfg: Config):
     """Writes the newest weights of a run, for which no device is asked, one stacked weight at a time."""

@@ -1,15 +1,17 @@
-"""A run's folder: kept by one process, copied from and to an object store, and the rules by which a run goes on in it.
+"""A run's folder: kept by one process, copied from and to an object store. And where a run starts: from nothing, from
+its own newest checkpoint, or from another's weights, with the rules of what must be the same.
 """
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
-from nano import UserError, checkpoint
+from nano import UserError, checkpoint, hf, shards
 from nano.tokenizer import write_huggingface
 
 # What a checkpoint says of itself beside its step.
@@ -47,6 +49,10 @@ class Folder:
         try:
             yield
         finally:
+            try:
+                self.push()
+            except Exception as e:  # an object store's client raises its own
+                print(f'warning: {self.out}: the end of the record is in {self.local} alone ({e})')
             os.close(fd)
             with contextlib.suppress(OSError):
                 os.rmdir(self.local)  # if nothing was written
@@ -84,15 +90,70 @@ def _state(path: Path) -> tuple[int, int]:
     return path.stat().st_mtime_ns, path.stat().st_size
 
 
+@dataclass
+class Start:
+    """Where a run starts. `meta`: see META, and `step`; of the first step if it does not go on."""
+    meta: dict[str, Any]
+    path: str | None = None  # what is loaded
+    goes_on: bool = False  # with the optimizer's state and all, not with the weights alone
+    reader: Any = None  # of another format
+    changes: str = ''
+
+    def load(self, weights: dict, state: dict) -> str:
+        """Reads them, and returns a sentence about it."""
+        memory = checkpoint.PeakMemory()
+        checkpoint.load(self.path, weights | state if self.goes_on else weights, self.reader)
+        return f'{"goes on from" if self.goes_on else "starts from the weights of"} {self.path}{self.changes}{memory}'
+
+
+def find(cfg: Any, manifest: dict[str, Any], shape: Sequence[str], may_differ: Sequence[str],
+         hf_reader: Callable[[], hf.Reader]) -> Start:
+    """Where the run of `cfg` starts. `shape` are the options that make the model: others are refused, as many models
+    have weights of the same shapes, and would go on with a high loss and no error. `may_differ`: those of them that
+    may all the same, when only the weights are taken. `manifest` is of the data. Raises UserError."""
+    tokenizer = manifest['tokenizer'] and manifest['tokenizer']['sha256']
+    if path := checkpoint.newest(Folder(cfg.out).ckpt):
+        meta = checkpoint.read_meta(path, META)
+        _check_model(cfg, path, meta['config'], shape)
+        _check_tokenizer(cfg, path, meta['tokenizer'], tokenizer)
+        _check_data(cfg, path, meta, shards.fingerprint(manifest))
+        changes = ''.join(f', --{k} {v!r} (was {meta["config"][k]!r})' for k, v in asdict(cfg).items()
+                          if meta['config'].get(k, v) != v and k not in ('preset', 'out', 'init_from'))
+        return Start(meta, path, True, None, changes)
+    start = Start(dict(step=0, consumed=0, tokens=0, best=math.inf, wall_s=0.0, owed=True))
+    if cfg.init_from and hf.is_folder(cfg.init_from):
+        _check_model(cfg, cfg.init_from, hf.options(cfg.init_from, cfg.seq_len), shape, may_differ)
+        hf.check_tokenizer(cfg.init_from, cfg.data, tokenizer)
+        start.path, start.reader = cfg.init_from, hf_reader()
+    elif cfg.init_from:
+        start.path = source(cfg.init_from)
+        then = checkpoint.read_meta(start.path, META)
+        _check_model(cfg, start.path, then['config'], shape, may_differ)
+        _check_tokenizer(cfg, start.path, then['tokenizer'], tokenizer)
+    return start
+
+
+def options_of_source(chosen: dict[str, Any], shape: Sequence[str]) -> dict[str, Any]:
+    """For nano.config.parse: what makes the model comes with --init_from."""
+    address = chosen['init_from']
+    if not address or chosen['export']:
+        return {}
+    path = checkpoint.newest(Folder(chosen['out']).ckpt, say=lambda text: None)  # what it began with may be gone
+    if path is None and hf.is_folder(address):
+        return hf.options(address, chosen['seq_len'])
+    then = checkpoint.read_meta(path or source(address), META)['config']
+    return {k: then[k] for k in shape if k in then}
+
+
 def source(address: str, option: str = '--init_from') -> str:
     """The checkpoint at `address`, or the newest one of the run there. Raises UserError if there is none, naming the
     option that gave it."""
-    address = address.rstrip('/')
+    address = address.rstrip('/') if '://' in address else os.path.abspath(address)
     if checkpoint.STEP.fullmatch(address.rsplit('/', 1)[-1]):
         return address
     if (path := checkpoint.newest(f'{address}/ckpt')) is None:
-        raise UserError(f'{option} {address}: neither a run or a checkpoint' +
-                        (' nor a HuggingFace model folder' if option == '--init_from' else ''))
+        raise UserError(f'{option} {address}: neither a run nor a checkpoint' +
+                        (', nor a model folder of HuggingFace\'s' if option == '--init_from' else ''))
     return path
 
 
@@ -119,26 +180,25 @@ def copy_tokenizer(path: str, to: str):
     print(f'{run} has no tokenizer: none is written')
 
 
-def check_model(cfg: Any, path: str, then: dict[str, Any], shape: Sequence[str], may_differ: Sequence[str] = ()):
-    """Refuses another model: many have weights of the same shapes, and would go on with a high loss and no error.
-    `then`: the options of the one at `path`; `shape`: those that make the model."""
+def _check_model(cfg: Any, path: str, then: dict[str, Any], shape: Sequence[str], may_differ: Sequence[str] = ()):
     if other := [f'--{k} {then.get(k)}, not {getattr(cfg, k)}' for k in shape
                  if then.get(k) != getattr(cfg, k) and k not in may_differ]:
         raise UserError(f'{path} was trained with {"; ".join(other)}: use its values, or another --out')
 
 
-def check_tokenizer(cfg: Any, path: str, then: str | None, now: str | None):
+def _check_tokenizer(cfg: Any, path: str, then: str | None, now: str | None):
     """Refuses token ids of another tokenizer: sha256 of its file then and now, None without one."""
     if then != now:
         raise UserError(f'{path} was trained on ids of another tokenizer than that of {cfg.data}: prepare the text '
                         f'with the first one (data/text.py --tokenizer FILE)')
 
 
-def check_data(cfg: Any, path: str, meta: dict[str, Any], data_hash: str):
+def _check_data(cfg: Any, path: str, meta: dict[str, Any], data_hash: str):
     """Refuses to go on in the middle of another order of data, where windows would be seen twice or never; with
     --reset_data it sets `consumed` to 0 instead."""
     then = meta['config']
-    differs = [f'--{k} {then[k]}, not {getattr(cfg, k)}' for k in ('seed', 'seq_len') if then.get(k) != getattr(cfg, k)]
+    differs = [f'--{k} {then.get(k)}, not {getattr(cfg, k)}' for k in ('seed', 'seq_len')
+               if then.get(k) != getattr(cfg, k)]
     if meta['data'] != data_hash:
         differs.append(f'other tokens than those in {cfg.data} now')
     if differs and cfg.reset_data:
@@ -146,9 +206,3 @@ def check_data(cfg: Any, path: str, meta: dict[str, Any], data_hash: str):
     elif differs:
         raise UserError(f'{path} was trained with {"; ".join(differs)}: use these, or --reset_data to go on from the '
                         f'beginning of the data')
-
-
-def changes(cfg: Any, then: dict[str, Any]) -> str:
-    """', --lr 0.1 (was 0.2)' for each option that differs from then."""
-    return ''.join(f', --{k} {v!r} (was {then[k]!r})' for k, v in asdict(cfg).items()
-                   if k in then and then[k] != v and k not in ('preset', 'out', 'init_from'))

@@ -3,6 +3,7 @@ parts that its share of them would hold, and agrees with the others over gloo, a
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,9 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 HOST = '''
 import sys
 sys.path.insert(0, {root!r})
-import torch
-rank, count, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-torch.distributed.init_process_group('gloo', init_method=address, rank=rank, world_size=count)
+rank, count = int(sys.argv[1]), int(sys.argv[2])
+import torch_xla.runtime as xr
+xr.process_index, xr.process_count = lambda: rank, lambda: count
 import train_gpt
 from nano import checkpoint, runtime
 mine = range(rank * 8 // count, (rank + 1) * 8 // count)
@@ -33,16 +34,17 @@ def to_host(tensors):
     return parts
 
 checkpoint.to_host = to_host
-runtime.process_index_and_count = lambda: (rank, count)
 runtime.rows_of_host = lambda batch, mesh, rt: None  # each plays all devices, so it needs all rows
-train_gpt.main(sys.argv[4:])
+train_gpt.main(sys.argv[3:])
 '''.format(root=str(ROOT))
 
 
 def start(tmp_path, count, out, *options, outs=None):
-    address = f'file://{tmp_path}/meet{time.monotonic_ns()}'
-    return [subprocess.Popen([sys.executable, '-c', HOST, str(rank), str(count), address, *OPTIONS, '--strict', '--out',
-                              str(outs[rank] if outs else out), *map(str, options)], cwd=tmp_path, text=True,
+    with socket.socket() as s:  # a free port; on a TPU the hosts find one another by themselves
+        s.bind(('localhost', 0))
+        env = dict(os.environ, MASTER_ADDR='localhost', MASTER_PORT=str(s.getsockname()[1]))
+    return [subprocess.Popen([sys.executable, '-c', HOST, str(rank), str(count), *OPTIONS, '--strict', '--out',
+                              str(outs[rank] if outs else out), *map(str, options)], cwd=tmp_path, text=True, env=env,
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in range(count)]
 
 
