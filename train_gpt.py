@@ -586,8 +586,12 @@ def run(cfg: Config, stop: runtime.StopSignal):
                           wall_s=time.perf_counter() - started)
             say(f'step {step}: validation loss {loss:.4f}' + (f', {bpb:.4f} bits per byte' if bpb else ''))
         if rt.main and record and step and text:
-            (out / 'samples').mkdir(exist_ok=True)
-            (out / 'samples' / f'step_{step:08d}.txt').write_text(text, encoding='utf-8')
+            path = out / 'samples' / f'step_{step:08d}.txt'
+            try:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text, encoding='utf-8')
+            except OSError as e:  # a full disk costs the sample, never the training
+                say(f'WARNING: {path} cannot be written ({e.strerror})')
         return True
 
     def save(step: int):
