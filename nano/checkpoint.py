@@ -90,6 +90,8 @@ class Saver:
             fs = _fs(self.folder)
             for path in complete(self.folder)[:-self.keep]:
                 if not self.keep_every or step_of(path) % self.keep_every:
+                    if _is_local(fs):  # a kill leaves half of it: under a name that the next start removes
+                        os.rename(path, path := f'{path}.tmp')
                     fs.rm(path, recursive=True)
 
 
