@@ -25,14 +25,14 @@ ROOT = Path(__file__).resolve().parent.parent
 SAVE_EVERY, EVAL_EVERY, BATCH, KEEP = 2, 3, 16, 2
 SMALL = (f'--layers 1 --width 32 --heads 2 --kv_heads 1 --global_batch {BATCH} --accumulate 2 --keep {KEEP} --strict '
          f'--save_every {SAVE_EVERY} --eval_every {EVAL_EVERY}').split()
-STEPS = {3: 14, 20: 90}  # kills: steps, more than that many lives can do; see `moment`
+STEPS = {3: 14, 20: 80}  # kills: steps, more than that many lives can do; see `moment`
 
 
 class Life:
     """A process of the script, and what it has said so far."""
 
     def __init__(self, out, data, *options, devices=8):  # noqa: F811
-        self.began, self.out, self.said = time.monotonic(), out, ''
+        self.out, self.said = out, ''
         env = {k: v for k, v in os.environ.items() if k != 'XLA_USE_SPMD'}  # a run in this process has set it
         self.process = subprocess.Popen(
             [sys.executable, ROOT / 'train_gpt.py', *test_runs.OPTIONS, *SMALL, '--data', data, '--out', out,
@@ -49,7 +49,7 @@ class Life:
         """Returns as soon as seen() is true."""
         while not seen():
             assert self.process.poll() is None, f'{seen}: ended with {self.end()} before it\n{self.said}'
-            time.sleep(0.001)
+            time.sleep(0.002)
 
     def end(self):
         code = self.process.wait(300)
@@ -131,7 +131,7 @@ def moment(kind, life, start, rng):
         what = f'checkpoint {step} was ' + ('begun' if kind == 'writing' else 'written, and the oldest goes')
         life.wait_for((lambda: life.has_step(start + 1) and begun(life.out, step)) if kind == 'writing' else
                       (lambda: f'step {step}: wrote' in life.said))
-    time.sleep(max(0.0, (life.began if kind == 'start' else time.monotonic()) + ms / 1e3 - time.monotonic()))
+    time.sleep(ms / 1e3)
     return f'{kind}, {ms:.0f} ms after {what}'
 
 
@@ -220,17 +220,16 @@ def test_a_disk_that_is_full_for_a_while(whole, data, tmp_path):  # noqa: F811
     limit(life, (out / 'metrics.jsonl').stat().st_size + 100)
     life.wait_for(lambda: 'NO CHECKPOINT was written' in life.said)
     limit(life, resource.RLIM_INFINITY)
-    until = reached(out)
-    code = life.end()
-    assert code == 0, life.said
+    assert life.end() == 0, life.said
     failed = [int(n) for n in re.findall('error: step ([0-9]+): NO CHECKPOINT', life.said)]
-    assert len(failed) == 1 and f'step {failed[0] + SAVE_EVERY}: wrote' in life.said and until < failed[0], life.said
+    later = failed[-1] + SAVE_EVERY  # its save has begun when the disk is seen to have room, or soon after
+    assert f'step {later}: wrote' in life.said, life.said
     assert life.said.count('metrics.jsonl cannot be written') == 1
     for mine, theirs in zip(metrics(out), metrics(whole(steps))):
         theirs = [x for x in theirs if x['step'] in {y['step'] for y in mine}]
         for name in ('step', 'loss', 'val_loss', 'tokens'):
             assert [x.get(name) for x in mine] == [x.get(name) for x in theirs]
-    assert {x['step'] for x in metrics(out)[0]} >= {*range(1, 4), *range(failed[0] + SAVE_EVERY, steps + 1)}
+    assert {x['step'] for x in metrics(out)[0]} >= {*range(1, 5), *range(later + 1, steps + 1)}
     same_weights(out, whole(steps), steps)
 
 
@@ -241,8 +240,7 @@ def test_a_disk_that_stays_full(whole, data, tmp_path):  # noqa: F811
     life = Life(out, data, '--steps', steps, '--stop_at', 9)
     life.wait_for(lambda: 'step 4: wrote' in life.said)
     limit(life, 0)
-    code = life.end()
-    assert code == 2 and 'error: step 9 is not saved, see above: make room' in life.said, life.said
+    assert life.end() == 2 and 'error: step 9 is not saved, see above: make room' in life.said, life.said
     assert 'NO CHECKPOINT was written' in life.said and 'step 6: validation loss' in life.said
     assert newest(out) == 4 and not list((out / 'ckpt').glob('*.tmp'))
     metrics(out)
