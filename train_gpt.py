@@ -40,7 +40,7 @@ class Config:
     mesh: str = '1,-1,1'  # devices along data,fsdp,tensor; -1 is the rest
     seed: int = 1  # of weights, order of the data, dropout and samples
     init_from: str = ''  # run, checkpoint or HuggingFace folder whose model and weights this new run starts from
-    export: str = ''  # folder to write the newest weights of --out to (or of --init_from), in HuggingFace's format
+    export: str = ''  # folder to write the newest weights of --out to, in HuggingFace's format
     reset_data: bool = False  # go on with other data, or another order of them, from their beginning
     strict: bool = False  # a compile after the first step is an error, not a warning
 
@@ -492,7 +492,8 @@ def sample(cfg: Config, model: GPT, tokenizer, vocab_size: int, separator: int, 
 
 def main(argv: list[str] | None = None):
     try:
-        cfg = config.parse(Config, PRESETS, argv, __doc__, partial(resume.options_of_source, shape=SHAPE))
+        cfg = config.parse(Config, PRESETS, argv, __doc__, partial(resume.options_of_source, shape=SHAPE),
+                           ('out', 'data', 'init_from', 'export'))
         check(cfg)
         if cfg.export:
             return export(cfg)
@@ -532,8 +533,7 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
     stop.group = checkpoint.process_group(rt.process_count)
     save_group = checkpoint.process_group(rt.process_count)  # another one: it is used by the thread that writes
     checkpoint.check_shared(folder.out, save_group, start.path)
-    until_the_end.enter_context(folder.held(rt.main))
-    folder.fetch()
+    until_the_end.enter_context(folder.held(rt.main, start.path if start.goes_on else None))
     mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
     row_shards = mesh.mesh_shape[0] * mesh.mesh_shape[1]
     if cfg.global_batch % (row_shards * cfg.accumulate):
@@ -541,7 +541,8 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
         raise UserError(f'--global_batch {cfg.global_batch}: must be a multiple of {least} = {row_shards} (data x '
                         f'fsdp) x {cfg.accumulate} (--accumulate), such as {-(-cfg.global_batch // least) * least}')
 
-    track = Tracker(folder.local, cfg.steps, start_step, rt.main, asdict(cfg), cfg.wandb, rt.process_index)
+    track = Tracker(folder.local, cfg.steps, start_step, rt.main, asdict(cfg), cfg.wandb, rt.process_index,
+                    meta['owed'])
     say = track.print
     if rt.main:
         config.save_config(cfg, folder.local / 'config.json')
@@ -557,6 +558,7 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
         if any(i >= cfg.vocab_size for i in tokenizer.encode(cfg.prompt)):
             raise UserError(f'--prompt {cfg.prompt}: its token ids go beyond the vocabulary of {cfg.vocab_size}')
 
+    checkpoint.meet(stop.group)  # a host that has refused something is not waited for on the devices
     device = torch_xla.device()
     model, state = build(cfg, mesh, device)
     torch_xla.sync()
@@ -565,6 +567,7 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
     folder.check_space(sum(t.numel() * t.element_size() for t in (weights | state).values()))
     if start.path:
         say(start.load(weights, state))
+    checkpoint.meet(stop.group)
     torch_xla.sync()  # what was loaded is on the devices before the first graph that reads it
 
     n_weights = sum(w.numel() for w in weights.values())
@@ -719,7 +722,7 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
 
 def export(cfg: Config):
     """Writes the newest weights of a run, for which no device is asked, one stacked weight at a time."""
-    source = resume.source(cfg.init_from) if cfg.init_from else resume.source(resume.Folder(cfg.out).out, '--out')
+    source = resume.source(resume.Folder(cfg.out).out, '--out')
     meta = checkpoint.read_meta(source, resume.META)
     then = resume.options_of(Config, source, meta, SHAPE)
     shapes = weight_shapes(then)
@@ -730,6 +733,7 @@ def export(cfg: Config):
             w = torch.empty(shape)
             checkpoint.load(source, {name: w})
             yield name, w
+            del w  # before the next is made
 
     hf.write(cfg.export, hf.config_of(asdict(then), dtype, meta['separator']), weights(), HF_NAMES, dtype,
              then.vocab_size, lambda temp: resume.copy_tokenizer(source, temp))

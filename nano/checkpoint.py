@@ -37,7 +37,7 @@ class Saver:
                  group=None, before_commit: Callable[[], Any] = lambda: None):
         self.folder, self.keep, self.keep_every, self.say, self.group = str(folder), keep, keep_every, say, group
         self.before_commit = before_commit
-        self.failed_last = False
+        self.failed_last = self._hosts_lost = False
         if _rank(group) == 0:  # what kills left, of other steps too: each has the size of a whole one
             for rest in Path(folder).glob('step_*.tmp'):
                 shutil.rmtree(rest, ignore_errors=True)
@@ -46,9 +46,12 @@ class Saver:
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], meta: dict[str, Any]):
         """Returns when this host holds copies of its parts of `tensors`; `meta` is JSON. Waits for the save before;
-        does nothing if that was of this step."""
+        does nothing if that was of this step. Raises UserError if the hosts lost one another: none will be written."""
         began = time.perf_counter()
         self.wait()
+        if self._hosts_lost:
+            raise UserError('the hosts cannot reach one another any more, so no checkpoint can be written: start all of '
+                            'them again; the newest complete one goes on')
         if self.committed == step:
             return
         waited = time.perf_counter()
@@ -59,19 +62,24 @@ class Saver:
 
         def write():
             try:
-                path = _write(self.folder, step, parts, meta, self.group, self.before_commit)
+                path = _write(self.folder, step, parts, meta, self.group, self.before_commit, self.say)
                 parts.clear()
                 self.committed, self.failed_last = step, False
                 self.say(f'step {step}: wrote {path}: {n_bytes / 1e6:,.1f} MB; the loop stood still for '
                          f'{waited - began:.2f} s to finish the save before and {copied - waited:.2f} s to copy, then '
                          f'{time.perf_counter() - copied:.2f} s in the background{memory}')
-                with contextlib.suppress(OSError):  # the next save prunes again
-                    self._prune()
             except BaseException as e:  # torch's CheckpointException is no Exception
                 self.failed_last = True
-                self.say(f'error: step {step}: NO CHECKPOINT was written in {self.folder}: is the disk full? '
-                         f'({_cause(e)}) Training goes on; until one is written a stop loses the steps since '
+                self._hosts_lost = self.group is not None and isinstance(e, RuntimeError)  # gloo's
+                self.say(f'error: step {step}: NO CHECKPOINT was written in {self.folder} ({_cause(e)}). Training goes '
+                         f'on; until one is written a stop loses the steps since '
                          f'{self.committed or "the start of this process"}')
+                return
+            try:
+                self._prune()
+            except Exception as e:  # an object store's client raises its own
+                self.say(f'warning: old checkpoints in {self.folder} are not removed ({_cause(e)}); the next save tries '
+                         f'again')
 
         self._thread = threading.Thread(target=write, name='checkpoint')
         self._thread.start()
@@ -95,7 +103,7 @@ class Saver:
                     file_system(self.folder).rm(path, recursive=True)
 
 
-def _write(folder: str, step: int, parts: dict[str, Any], meta: dict[str, Any], group, before_commit) -> str:
+def _write(folder: str, step: int, parts: dict[str, Any], meta: dict[str, Any], group, before_commit, say) -> str:
     fs = file_system(folder)
     final = f'{folder}/step_{step:08d}'
     temp = final + '.tmp' if _is_local(fs) else final
@@ -107,7 +115,10 @@ def _write(folder: str, step: int, parts: dict[str, Any], meta: dict[str, Any], 
         fs.makedirs(temp, exist_ok=True)
 
     def commit():
-        before_commit()
+        try:
+            before_commit()
+        except Exception as e:  # of an object store's client; the weights are worth more than the record
+            say(f'warning: the record was not copied to {folder} ({_cause(e)}): it is on this machine alone')
         files = {path.rsplit('/', 1)[-1]: size for path, size in _files(fs, temp).items()}
         _put(fs, f'{temp}/meta.json', json.dumps({'step': step, 'files': files, **meta}, indent=1))
         if temp != final:
@@ -120,7 +131,7 @@ def _write(folder: str, step: int, parts: dict[str, Any], meta: dict[str, Any], 
         _on_first(group, commit)
     except BaseException:
         if _rank(group) == 0:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 fs.rm(temp, recursive=True)  # the disk may be full of it
         raise
     return final
@@ -130,8 +141,16 @@ def _write_parts(folder: str, parts: dict[str, Any], group):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
     from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
+
+    class Writer(FsspecWriter):
+        def write_data(self, plan, planner):
+            try:
+                return super().write_data(plan, planner)
+            except Exception as e:  # the hosts send one another what failed: of any class that would not always go
+                raise OSError(_cause(e)) from e
+
     # per_thread_copy_ahead=0: with torchax imported, copying ahead asks it for a stream and fails.
-    writer = FsspecWriter(folder, per_thread_copy_ahead=0)
+    writer = Writer(folder, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # of torch about torch_xla's planner and of what one process is
         dcp.save(parts, storage_writer=writer, planner=SPMDSavePlanner(), process_group=group, no_dist=group is None)
@@ -192,15 +211,18 @@ def load(path: str | Path, tensors: dict[str, torch.Tensor], reader=None):
 # ---- Which checkpoints there are ----
 
 def problem(path: str | Path) -> str | None:
-    """What makes the checkpoint at `path` incomplete, or None. Seen from a listing: nothing large is read."""
+    """What makes the checkpoint at `path` incomplete, or None. Seen from a listing: nothing large is read. Raises
+    UserError if that fails."""
     fs, path = file_system(path), str(path)
     try:
         meta = json.loads(fs.cat_file(f'{path}/meta.json'))
         wanted = dict(meta['files'])
     except FileNotFoundError:
         return 'has no meta.json, which is written last'
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         return f'meta.json cannot be read ({type(e).__name__})'
+    except Exception as e:  # a disk's or a network's failure makes no checkpoint incomplete
+        raise UserError(f'{path}/meta.json cannot be read ({_cause(e)}): try again') from e
     found = {name.rsplit('/', 1)[-1]: size for name, size in _files(fs, path).items()}
     for name, size in wanted.items():
         if name not in found:
@@ -210,25 +232,21 @@ def problem(path: str | Path) -> str | None:
     return None
 
 
-def complete(folder: str | Path, say: Callable[[str], Any] = lambda text: None) -> list[str]:
-    """Paths of the complete checkpoints in `folder`, oldest first; says what is wrong with the others."""
-    good = []
-    for path in _all(folder):
-        if why := problem(path):
-            say(f'left out: {path} {why}')
-        else:
-            good.append(path)
-    return good
+def complete(folder: str | Path) -> list[str]:
+    """Paths of the complete checkpoints in `folder`, oldest first."""
+    return [path for path in _all(folder) if not problem(path)]
 
 
 def newest(folder: str | Path, say: Callable[[str], Any] = print) -> str | None:
-    """The newest complete checkpoint in `folder`, or None if there is none at all. Raises UserError if there are only
-    broken ones: starting afresh without a word would lose the run."""
+    """The newest complete checkpoint in `folder`, or None if there was none yet, as when the first save into a bucket
+    was cut short. Raises UserError if there are only broken ones: starting afresh would lose the run."""
+    fs = file_system(folder)
     for path in reversed(_all(folder)):
         if not (why := problem(path)):
             return path
         say(f'left out: {path} {why}')
-    if broken := _all(folder):
+    # A save ends with .metadata and meta.json, a copy begins with them.
+    if broken := [p for p in _all(folder) if fs.exists(f'{p}/meta.json') or fs.exists(f'{p}/.metadata')]:
         raise UserError(f'{folder} holds only incomplete checkpoints ({", ".join(b.rsplit("/", 1)[-1] for b in broken)}'
                         f'): delete them, or choose another --out')
     return None
@@ -394,11 +412,22 @@ def _on_first(group, do: Callable[[], Any]):
         try:
             do()
         except Exception as e:
-            found = [e]
+            if not group:
+                raise
+            found = [_cause(e)]
     if group:
         torch.distributed.broadcast_object_list(found, 0, group)
     if found[0] is not None:
-        raise found[0]
+        raise OSError(found[0])
+
+
+def meet(group):
+    """Waits for the other hosts. Raises UserError if one has ended: the devices would wait for it for ever."""
+    try:
+        if group:
+            torch.distributed.barrier(group)
+    except RuntimeError as e:
+        raise UserError(f'another host has ended or cannot be reached, see what it says ({_cause(e)})') from e
 
 
 def check_shared(folder: str | Path, group, found: str | None = None):

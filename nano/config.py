@@ -31,9 +31,11 @@ BOOLS = {'true': True, 'yes': True, '1': True, 'false': False, 'no': False, '0':
 
 
 def parse(cls: type[T], presets: dict[str, dict[str, Any]], argv: Sequence[str] | None = None,
-          doc: str | None = None, more: Callable[[dict[str, Any]], dict[str, Any]] = lambda chosen: {}) -> T:
+          doc: str | None = None, more: Callable[[dict[str, Any]], dict[str, Any]] = lambda chosen: {},
+          paths: Sequence[str] = ()) -> T:
     """Fills the dataclass `cls` from argv (None: the command line); `doc` heads the --help text. `more` is called with
-    all values and returns some that win over defaults and preset, but not over the command line.
+    all values and returns some that win over defaults and preset, but not over the command line. In `paths` a leading
+    ~ is the home folder, which no shell replaces in --out=~/x.
 
     An unknown option or a value of the wrong type ends the program: one line on stderr, exit code 2.
     """
@@ -68,20 +70,16 @@ def parse(cls: type[T], presets: dict[str, dict[str, Any]], argv: Sequence[str] 
     chosen = given.get('preset', getattr(cls, 'preset', ''))
     if chosen and chosen not in presets:
         _fail(f'no preset {chosen!r}{_nearest(chosen, presets, "; did you mean {}?", ";")} There are: {", ".join(presets)}')
+    given |= {name: os.path.expanduser(given[name].removeprefix('file://')) for name in paths if name in given}
     values = {**dataclasses.asdict(cls()), **presets.get(chosen, {})}
     return cls(**{**values, **more({**values, **given}), **given})
-
-
-def to_dict(cfg: Any) -> dict[str, Any]:
-    """The config's fields as plain values, in their order."""
-    return dataclasses.asdict(cfg)
 
 
 def save_config(cfg: Any, path: str | Path) -> None:
     """Writes the config as JSON: a reader of `path` finds the old file or the new one, never a part of it."""
     tmp = f'{path}.tmp'
     with open(tmp, 'w', encoding='utf-8') as f:
-        json.dump(to_dict(cfg), f, indent=2)
+        json.dump(dataclasses.asdict(cfg), f, indent=2)
         f.flush()
         os.fsync(f.fileno())
     os.replace(tmp, path)

@@ -5,9 +5,10 @@ A script's weights are stacked over layers and its matrices are [in, out]; in a 
 own and is [out, in]. The script says what is called what: `names` maps a weight to its name there, with {} for the
 number of the layer.
 """
+import contextlib
 import json
+import math
 import os
-import shutil
 from pathlib import Path
 from typing import Any, Callable, Iterable
 
@@ -22,6 +23,7 @@ FAMILIES = 'llama', 'mistral', 'qwen2', 'qwen3'
 USUAL = dict(hidden_act='silu', attention_bias=False, mlp_bias=False, rope_interleaved=False, quantization_config=None,
              partial_rotary_factor=1.0)  # what the model computes; another value is refused by its name
 IGNORED = '.rotary_emb.inv_freq',  # old folders hold these, which follow from config.json
+LLAMA3 = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'  # of rope_scaling
 FILE_BYTES = 2e9  # of a written file, so that no more is held in memory
 
 
@@ -38,19 +40,21 @@ def options(folder: str | Path, seq_len: int) -> dict[str, Any]:
     family = config.get('model_type')
     wrong = [] if family in FAMILIES else [f'model_type {family!r} (known: {", ".join(FAMILIES)})']
     wrong += [f'{k} {config[k]!r}' for k, usual in USUAL.items() if config.get(k) not in (None, usual)]
-    window = config.get('sliding_window') if family == 'mistral' or config.get('use_sliding_window') else None
-    if window and seq_len > window:
+    window = config.get('sliding_window', 4096) or math.inf  # without the field it is 4096 in all that have windows
+    slides = (family == 'mistral' or config.get('use_sliding_window') and
+              config.get('max_window_layers', 28) < config.get('num_hidden_layers', 0) or
+              set(config.get('layer_types') or ()) - {'full_attention'})
+    if slides and seq_len > window:
         wrong.append(f'sliding_window {window} (attention to fewer tokens than --seq_len {seq_len})')
-    rope = config.get('rope_parameters') or {**(config.get('rope_scaling') or {}),
-                                             'rope_theta': config.get('rope_theta', 10000.0)}
+    rope = {'rope_theta': config.get('rope_theta') or 10000.0, **(config.get('rope_parameters') or {}),
+            **(config.get('rope_scaling') or {})}
     kind = rope.get('rope_type', rope.get('type', 'default'))
     scaling = ''
     try:
         if kind == 'linear':
-            scaling = f'{rope["factor"]:g}'
+            scaling = _number(rope['factor'])
         elif kind == 'llama3':
-            scaling = ','.join(f'{rope[k]:g}' for k in ('factor', 'low_freq_factor', 'high_freq_factor',
-                                                        'original_max_position_embeddings'))
+            scaling = ','.join(_number(rope[k]) for k in LLAMA3)
         elif kind != 'default':
             wrong.append(f'rope_type {kind!r} (known: default, linear, llama3)')
         if rope.get('partial_rotary_factor', 1.0) != 1.0:
@@ -77,7 +81,10 @@ def options(folder: str | Path, seq_len: int) -> dict[str, Any]:
 def check_tokenizer(folder: str | Path, data: str, sha256: str | None):
     """Refuses `data` that another tokenizer than the folder's made, if both have one; `sha256` is of the data's."""
     found = [path for name in ('tokenizer.json', 'tokenizer.model') if os.path.isfile(path := f'{folder}/{name}')]
-    if sha256 and found and sha256 not in [shards.file_sha256(path) for path in found]:
+    known = [shards.file_sha256(path) for path in found]
+    if os.path.isfile(f'{folder}/tokenizer_config.json'):  # an export's own says what it was made from
+        known.append(_json(f'{folder}/tokenizer_config.json').get('source_sha256'))
+    if sha256 and found and sha256 not in known:
         raise UserError(f'{data} was made with another tokenizer than that of {folder}: make it with the same one '
                         f'(data/text.py --tokenizer {found[0]})')
 
@@ -164,25 +171,27 @@ class Reader(StorageReader):
 
 def write(folder: str | Path, config: dict[str, Any], weights: Iterable[tuple[str, torch.Tensor]],
           names: dict[str, str], dtype: torch.dtype, vocab_size: int, others: Callable[[str], Any]):
-    """Makes `folder`: `config`, the `weights` as they come (one is held at a time, and a file's worth of those before),
-    and what `others(folder)` puts there. Nothing is left of it if that fails. Raises UserError if it holds something.
-    """
+    """Fills `folder`, which must be empty or missing: what `others(folder)` puts there, the `weights` as they come (one
+    is held at a time, and a file's worth of those before), and config.json last. Nothing is left of it if that fails.
+    Raises UserError if the folder holds something."""
     from safetensors.torch import save_file
-    folder = Path(folder)
+    if '://' in str(folder):
+        raise UserError(f'--export {folder}: must be a folder on a disk; copy it from there')
+    folder = Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f'--export {folder}: is there already: choose another folder, or delete it')
-    temp = folder.with_name(folder.name + '.tmp')
-    shutil.rmtree(temp, ignore_errors=True)
-    temp.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    files: list[list[str]] = []  # the tensors of each
+    pending: dict[str, torch.Tensor] = {}
+    n_bytes = 0
+
+    def flush():
+        save_file(pending, folder / f'{len(files)}', metadata={'format': 'pt'})
+        files.append(list(pending))
+        pending.clear()
+
     try:
-        files: list[dict[str, int]] = []  # of each file, its tensors and their bytes
-        pending: dict[str, torch.Tensor] = {}
-
-        def flush():
-            save_file(pending, temp / f'{len(files)}', metadata={'format': 'pt'})
-            files.append({n: t.numel() * t.element_size() for n, t in pending.items()})
-            pending.clear()
-
+        others(str(folder))
         for name, w in weights:
             w = w[:vocab_size] if _is_table(name) else w
             for n, one in enumerate(w) if '{}' in names[name] else [(0, w)]:
@@ -191,24 +200,27 @@ def write(folder: str | Path, config: dict[str, Any], weights: Iterable[tuple[st
                 if pending and sum(t.nbytes for t in pending.values()) + one.nbytes > FILE_BYTES:
                     flush()
                 pending[names[name].format(n)] = one
+                n_bytes += one.nbytes
+            del w, one  # before the next is read
         flush()
         place = {}
         for n, tensors in enumerate(files, 1):
             file = f'model-{n:05}-of-{len(files):05}.safetensors' if len(files) > 1 else 'model.safetensors'
-            (temp / f'{n - 1}').rename(temp / file)
-            place |= {theirs: file for theirs in tensors}
+            (folder / f'{n - 1}').rename(folder / file)
+            place |= dict.fromkeys(tensors, file)
         if len(files) > 1:
-            total = sum(sum(tensors.values()) for tensors in files)
-            _write_json(temp / 'model.safetensors.index.json', dict(metadata=dict(total_size=total), weight_map=place))
-        _write_json(temp / 'config.json', config)
-        others(str(temp))
-        for path in temp.iterdir():
+            _write_json(folder / 'model.safetensors.index.json', dict(metadata=dict(total_size=n_bytes),
+                                                                      weight_map=place))
+        for path in folder.iterdir():
             fd = os.open(path, os.O_RDONLY)
             os.fsync(fd)
             os.close(fd)
-        os.rename(temp, folder)  # over an empty one too
+        _write_json(folder / 'config.json', config)
     except BaseException:
-        shutil.rmtree(temp, ignore_errors=True)
+        for path in folder.iterdir():
+            path.unlink()
+        with contextlib.suppress(OSError):  # the root of a mount
+            folder.rmdir()
         raise
 
 
@@ -222,15 +234,16 @@ def config_of(o: dict[str, Any], dtype: torch.dtype, separator: int | None) -> d
                     ('mistral', 'Mistral') if o['width'] % o['heads'] else ('llama', 'Llama'))
     scaling = [float(x) for x in o['rope_scaling'].split(',') if x]
     kinds = {0: None, 1: dict(rope_type='linear'), 4: dict(rope_type='llama3')}
-    keys = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'
-    rope = kinds[len(scaling)] and {**kinds[len(scaling)], **dict(zip(keys, scaling))}
+    rope = kinds[len(scaling)] and {**kinds[len(scaling)], **dict(zip(LLAMA3, scaling))}
+    length = o['seq_len']
     if len(scaling) == 4:
-        rope[keys[3]] = int(scaling[3])
+        rope[LLAMA3[3]] = int(scaling[3])
+        length = max(length, rope[LLAMA3[3]])
     return dict(
         architectures=[f'{name}ForCausalLM'], model_type=family, vocab_size=o['vocab_size'],
         num_hidden_layers=o['layers'], hidden_size=o['width'], intermediate_size=o['mlp_width'],
         num_attention_heads=o['heads'], num_key_value_heads=o['kv_heads'], head_dim=o['head_size'], hidden_act='silu',
-        max_position_embeddings=o['seq_len'], rms_norm_eps=o['norm_eps'], rope_theta=o['rope_theta'], rope_scaling=rope,
+        max_position_embeddings=length, rms_norm_eps=o['norm_eps'], rope_theta=o['rope_theta'], rope_scaling=rope,
         tie_word_embeddings=o['tied'], sliding_window=None, bos_token_id=separator, eos_token_id=separator,
         torch_dtype=str(dtype).removeprefix('torch.'))
 
@@ -238,6 +251,10 @@ def config_of(o: dict[str, Any], dtype: torch.dtype, separator: int | None) -> d
 def _is_table(name: str) -> bool:
     """Whether it has a row for each token id."""
     return name.split('_')[-1].startswith('V')
+
+
+def _number(x: float) -> str:
+    return repr(float(x)).removesuffix('.0')
 
 
 def _open(folder: str | Path) -> dict[str, Any]:

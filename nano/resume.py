@@ -25,27 +25,32 @@ class Folder:
     is a folder of this machine with all but the checkpoints, which `push` copies there, and `fetch` from there."""
 
     def __init__(self, out: str):
-        self.out = out.removeprefix('file://').rstrip('/') or '/'
+        self.out = out.rstrip('/')
         scheme, _, rest = self.out.rpartition('://')
-        self.local = Path('out', 'mirror', scheme, rest) if scheme else Path(self.out)
+        if not rest or self.out.endswith(':'):
+            raise UserError(f'--out {out!r}: names no folder')
+        self.local = Path('out', 'mirror', scheme, rest.lstrip('/')) if scheme else Path(self.out)
         self.ckpt, self._sent = f'{self.out}/ckpt', {}
-        self.remote = bool(scheme)
+        self.remote, self.main = bool(scheme), True
 
     @contextlib.contextmanager
-    def held(self, main: bool) -> Iterator[None]:
+    def held(self, main: bool, found: str | None) -> Iterator[None]:
         """Makes it and holds it for this process: two runs that write the same checkpoints destroy each other's. The
-        lock ends with the process, however that ends. Hosts that are not `main` write beside it. Raises UserError."""
+        lock ends with the process, however that ends. Hosts that are not `main` write beside it. `found` is the
+        checkpoint to go on from. Raises UserError, also if there is a newer one by now."""
+        self.main = main
         self.local.mkdir(parents=True, exist_ok=True)
         fd = os.open(self.local, os.O_RDONLY)
         try:
             if main:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
+                with contextlib.suppress(OSError):  # a network's file system without locks
+                    _lock(fd, self.out)
+                if checkpoint.newest(self.ckpt, say=lambda text: None) != found:
+                    raise UserError(f'--out {self.out}: another run has just saved there: start again to go on from it')
+                self._fetch()
+        except BaseException:
             os.close(fd)
-            raise UserError(f'--out {self.out}: another run is writing there: wait for it, or choose another --out') \
-                from e
-        except OSError:
-            pass  # a network's file system without locks
+            raise
         try:
             yield
         finally:
@@ -64,26 +69,35 @@ class Folder:
         elif (free := shutil.disk_usage(self.local).free) < n_bytes:
             raise UserError(f'{self.out}: {free / 1e6:,.1f} MB are free there, a checkpoint takes {n_bytes / 1e6:,.1f}')
 
-    def fetch(self):
-        """Brings the record of a run that was elsewhere before, over what may be here of it."""
+    def _fetch(self):
+        """Brings the record of a run that was elsewhere before, unless here is the same and more."""
         if self.remote:
             fs = checkpoint.file_system(self.out)
             root = fs._strip_protocol(self.out)
             for path in fs.find(self.out) if fs.exists(self.out) else ():
                 name = path[len(root):].lstrip('/')
-                if not name.startswith('ckpt/'):
-                    (self.local / name).parent.mkdir(parents=True, exist_ok=True)
-                    fs.get_file(path, str(self.local / name))
-                    self._sent[self.local / name] = _state(self.local / name)
+                here = self.local / name
+                if not name.startswith('ckpt/') and not (here.exists() and
+                                                         here.read_bytes().startswith(fs.cat_file(path))):
+                    here.parent.mkdir(parents=True, exist_ok=True)
+                    fs.get_file(path, str(here))
+                    self._sent[here] = _state(here)
 
     def push(self):
-        """Sends what changed since the last time."""
+        """Sends what changed since the last time; of a host that is not `main`, its log."""
         if self.remote:
             fs = checkpoint.file_system(self.out)
-            for path in sorted(p for p in self.local.rglob('*') if p.is_file()):
+            for path in sorted(p for p in self.local.rglob('*' if self.main else 'log_*.txt') if p.is_file()):
                 if self._sent.get(path) != (state := _state(path)):
                     fs.put_file(str(path), f'{self.out}/{path.relative_to(self.local)}')
                     self._sent[path] = state
+
+
+def _lock(fd: int, out: str):
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        raise UserError(f'--out {out}: another run is writing there: wait for it, or choose another --out') from e
 
 
 def _state(path: Path) -> tuple[int, int]:
@@ -151,10 +165,10 @@ def source(address: str, option: str = '--init_from') -> str:
     address = address.rstrip('/') if '://' in address else os.path.abspath(address)
     if checkpoint.STEP.fullmatch(address.rsplit('/', 1)[-1]):
         return address
-    if (path := checkpoint.newest(f'{address}/ckpt')) is None:
-        raise UserError(f'{option} {address}: neither a run nor a checkpoint' +
-                        (', nor a model folder of HuggingFace\'s' if option == '--init_from' else ''))
-    return path
+    if path := checkpoint.newest(f'{address}/ckpt') or checkpoint.newest(address):
+        return path
+    raise UserError(f'{option} {address}: neither a run nor a checkpoint' +
+                    (', nor a model folder of HuggingFace\'s' if option == '--init_from' else ''))
 
 
 def options_of(cls: type, path: str, meta: dict[str, Any], shape: Sequence[str]) -> Any:
@@ -168,22 +182,27 @@ def options_of(cls: type, path: str, meta: dict[str, Any], shape: Sequence[str])
 def copy_tokenizer(path: str, to: str):
     """Puts the tokenizer that lies beside the run of the checkpoint at `path` into the folder `to`, as HuggingFace's
     tokenizers read it. Says what could not be done."""
-    run = path.rsplit('/', 2)[0]
-    fs = checkpoint.file_system(run)
-    for name in TOKENIZERS:
+    run, ckpt, _ = path.rsplit('/', 2)
+    fs = checkpoint.file_system(path)
+    for name in TOKENIZERS if ckpt == 'ckpt' else ():
         if fs.exists(f'{run}/{name}'):
             with tempfile.TemporaryDirectory() as temp:
                 fs.get_file(f'{run}/{name}', f'{temp}/{name}')
-                if note := write_huggingface(f'{temp}/{name}', to):
+                try:
+                    note = write_huggingface(f'{temp}/{name}', to)
+                except UserError as e:
+                    raise UserError(str(e).replace(temp, run)) from e
+                if note:
                     print(note.replace(temp, run))
                 return
-    print(f'{run} has no tokenizer: none is written')
+    print(f'no tokenizer is written: none lies in the run\'s folder of {path}')
 
 
 def _check_model(cfg: Any, path: str, then: dict[str, Any], shape: Sequence[str], may_differ: Sequence[str] = ()):
     if other := [f'--{k} {then.get(k)}, not {getattr(cfg, k)}' for k in shape
                  if then.get(k) != getattr(cfg, k) and k not in may_differ]:
-        raise UserError(f'{path} was trained with {"; ".join(other)}: use its values, or another --out')
+        raise UserError(f'{path} was trained with {"; ".join(other)}: use its values, or begin a new run in another '
+                        f'--out')
 
 
 def _check_tokenizer(cfg: Any, path: str, then: str | None, now: str | None):

@@ -277,13 +277,18 @@ class StopSignal:
 
     def asked(self) -> bool:
         """Whether to stop here. With several hosts (`group`, see checkpoint.process_group) each must call it at the
-        same places: all get the same answer, one call after the first of them was asked, and none waits for it."""
+        same places: all get the same answer, one call after the first of them was asked, and none waits for it. Raises
+        UserError if a host has ended."""
         import torch
         if self.group is None:
             return self.signum > 0
         if self._pending:
             work, flag = self._pending
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as e:
+                raise UserError(f'another host has ended or cannot be reached, see what it says: then start all of them '
+                                f'again ({str(e).splitlines()[0]})') from e
             self._agreed = self._agreed or int(flag)
         flag = torch.tensor([self.signum])
         work = torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self.group, async_op=True)

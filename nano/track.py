@@ -27,10 +27,12 @@ class Tracker:
     config         the run's settings as plain values, for wandb
     wandb_project  '' leaves wandb out: it is not even imported
     host           this process's index; those above 0 only have their log_{host}.txt
+    owed           the evaluation of start_step is yet to come: a kill may have left its line
     """
 
     def __init__(self, out: str | Path, total_steps: int, start_step: int = 0, main: bool = True,
-                 config: dict[str, Any] | None = None, wandb_project: str = '', host: int = 0) -> None:
+                 config: dict[str, Any] | None = None, wandb_project: str = '', host: int = 0,
+                 owed: bool = False) -> None:
         out = Path(out)
         out.mkdir(parents=True, exist_ok=True)
         self.main, self.total_steps = main, total_steps
@@ -40,7 +42,7 @@ class Tracker:
         self._first: tuple[float, int] | None = None  # time and step of the first progress, compiling past
         self._line_at = -math.inf
         if main:
-            _drop_after(self._metrics_path, start_step)
+            _drop_after(self._metrics_path, start_step, owed)
             if wandb_project:
                 self._start_wandb(wandb_project, out, config)
 
@@ -194,7 +196,7 @@ def _clock(seconds: float) -> str:
     return f'{minutes // 60}:{minutes % 60:02}:{s:02}' if minutes >= 60 else f'{minutes}:{s:02}'
 
 
-def _drop_after(path: Path, step: int) -> None:
+def _drop_after(path: Path, step: int, owed: bool) -> None:
     """Rewrites metrics.jsonl without the lines beyond `step` and without a line that a crash cut off."""
     if not path.exists():
         return
@@ -202,7 +204,9 @@ def _drop_after(path: Path, step: int) -> None:
     with open(path, 'rb') as old, open(tmp, 'wb') as new:
         for line in old:
             with contextlib.suppress(ValueError, AttributeError, TypeError):
-                if step and json.loads(line).get('step', 0) <= step and line.endswith(b'\n'):
+                entry = json.loads(line)
+                again = owed and entry.get('step') == step and 'val_loss' in entry
+                if step and entry.get('step', 0) <= step and line.endswith(b'\n') and not again:
                     new.write(line)
         new.flush()
         os.fsync(new.fileno())

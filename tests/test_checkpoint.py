@@ -155,6 +155,40 @@ def test_what_is_incomplete_is_said_and_never_read(devices, tmp_path):
     with pytest.raises(UserError, match='only incomplete checkpoints .step_00000001, step_00000002, step_00000003'):
         checkpoint.newest(tmp_path, said.append)
     assert checkpoint.newest(tmp_path / 'nothing') is None
+    for step in (1, 2, 3):  # as when the first save into a bucket was cut short: nothing was there to lose
+        (tmp_path / f'step_{step:08d}' / '.metadata').unlink()
+    assert checkpoint.newest(tmp_path, said.append) is None
+
+
+def test_what_cannot_be_read_is_not_incomplete(devices, tmp_path, monkeypatch):
+    """A disk that fails for a moment must not send a run back to an older checkpoint."""
+    path = save(tmp_path, 1, some_tensors())
+    (tmp_path / 'step_00000001' / 'meta.json').unlink()
+    (tmp_path / 'step_00000001' / 'meta.json').mkdir()  # root may read all but this
+    with pytest.raises(UserError, match='meta.json cannot be read .IsADirectoryError.*try again'):
+        checkpoint.newest(tmp_path)
+    assert checkpoint.step_of(path) == 1
+
+
+def test_what_fails_beside_a_save_costs_no_checkpoint(devices, tmp_path, monkeypatch):
+    """The copy of the record, and the removal of old checkpoints, as by an object store's client."""
+    class HttpError(Exception):
+        def __init__(self, code, message):
+            super().__init__(f'{code} {message}')
+
+    def fail(*_, **__):
+        raise HttpError(503, 'Service Unavailable')
+
+    said = []
+    with checkpoint.Saver(f'memory://{tmp_path.name}/x', 1, say=said.append, before_commit=fail) as saver:
+        saver.save(1, some_tensors(), {})
+        saver.wait()
+        monkeypatch.setattr(type(checkpoint.file_system('memory://x')), 'rm', fail)
+        saver.save(2, some_tensors(), {})
+        saver.wait()
+        assert not saver.failed_last and saver.committed == 2
+    assert [line.split(':')[0] for line in said] == ['warning', 'step 1', 'warning', 'step 2', 'warning'], said
+    assert len(checkpoint.complete(f'memory://{tmp_path.name}/x')) == 2 and all('HttpError: 503' in s for s in said[::2])
 
 
 @pytest.mark.parametrize('place_', ['disk', 'memory'])

@@ -2,12 +2,12 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import pytest
 
-from nano.config import parse, save_config, to_dict
+from nano.config import parse, save_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -147,7 +147,7 @@ def test_a_preset_with_a_wrong_field_is_the_scripts_fault():
 def test_save_config(tmp_path, monkeypatch):
     path = tmp_path / 'config.json'
     save_config(Config(out='ü'), path)
-    assert json.loads(path.read_text(encoding='utf-8')) == to_dict(Config(out='ü'))
+    assert json.loads(path.read_text(encoding='utf-8')) == asdict(Config(out='ü'))
     monkeypatch.setattr('os.fsync', lambda fd: (_ for _ in ()).throw(OSError(28, 'No space left on device')))
     with pytest.raises(OSError):
         save_config(Config(steps=1), path)

@@ -187,6 +187,40 @@ def test_sliding_windows(tmp_path):
         hf.options(tmp_path, 4097)
 
 
+@pytest.mark.parametrize('name, more, slides', [
+    ('Mistral-7B-v0.1', {'sliding_window': None}, False),
+    ('Mistral-7B-v0.1', {'sliding_window': ...}, True),  # its default is 4096
+    ('Qwen3-0.6B', {'sliding_window': 4096}, False),  # not used
+    ('Qwen3-0.6B', {'sliding_window': 4096, 'use_sliding_window': True}, False),  # from layer 28 of 28 on
+    ('Qwen3-0.6B', {'use_sliding_window': True, 'sliding_window': ..., 'max_window_layers': 5}, True),
+    ('Qwen3-0.6B', {'layer_types': ['full_attention'] * 27 + ['sliding_attention'], 'sliding_window': 512}, True),
+])
+def test_which_layers_have_windows(name, more, slides, tmp_path):
+    config = {**json.loads(PUBLISHED[name][1]), **more}
+    (tmp_path / 'config.json').write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    if slides:
+        with pytest.raises(UserError, match='sliding_window'):
+            hf.options(tmp_path, 8192)
+    else:
+        hf.options(tmp_path, 8192)
+
+
+@pytest.mark.parametrize('more, theta, scaling', [
+    (dict(rope_theta=5e5), 5e5, ''),
+    (dict(rope_theta=None), 1e4, ''),
+    (dict(rope_theta=77, rope_scaling=dict(type='linear', factor=2.6666667)), 77.0, '2.6666667'),
+    (dict(rope_parameters=dict(rope_type='default')), 1e4, ''),
+    (dict(rope_parameters=dict(rope_type='default', rope_theta=1e6), rope_theta=5), 1e6, ''),
+    (dict(rope_parameters=dict(rope_type='llama3', rope_theta=1e6, factor=8, low_freq_factor=1, high_freq_factor=4,
+                               original_max_position_embeddings=1048576)), 1e6, '8,1,4,1048576'),
+])
+def test_rotary_fields_old_and_new(more, theta, scaling, tmp_path):
+    config = {k: v for k, v in json.loads(PUBLISHED['TinyLlama-1.1B'][1]).items() if 'rope' not in k}
+    (tmp_path / 'config.json').write_text(json.dumps({**config, **more}))
+    found = hf.options(tmp_path, 32)
+    assert (found['rope_theta'], found['rope_scaling']) == (theta, scaling)
+
+
 def broken(kind, change, tmp_path, more=None):
     folder = tmp_path / 'broken'
     make(kind, folder, 0)
@@ -283,6 +317,8 @@ def test_a_run_from_a_folder_and_its_export(data, tmp_path, monkeypatch):  # noq
 
     code, _, stderr = run(out, data, '--export', tmp_path / 'f32')
     assert code == 2 and 'is there already' in stderr
+    code, _, stderr = run(out, data, '--export', 'gs://bucket/x')
+    assert code == 2 and 'must be a folder on a disk' in stderr
     code, _, stderr = run(tmp_path / 'none', data, '--export', tmp_path / 'x')
     assert code == 2 and '--out' in stderr and not (tmp_path / 'x').exists() and not (tmp_path / 'none').exists()
     code, stdout, stderr = run(tmp_path / 'again', data, *train, '--init_from', tmp_path / 'f32', '--steps', 1)

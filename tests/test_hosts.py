@@ -2,6 +2,7 @@
 parts that its share of them would hold, and agrees with the others over gloo, as hosts do."""
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nano import checkpoint
 from test_runs import OPTIONS, data, metrics, run, stored  # noqa: F401, data is a fixture
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,6 +82,20 @@ def test_two_hosts_stop_together_and_one_goes_on(data, tmp_path, mesh):  # noqa:
     mine, theirs = stored(out, step + 2), stored(tmp_path / 'alone', step + 2)
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert [x['loss'] for x in metrics(out)[0]] == [x['loss'] for x in metrics(tmp_path / 'alone')[0]]
+
+
+def test_a_host_that_dies_ends_the_others(data, tmp_path):  # noqa: F811
+    """They say so and end, so that all can be started again, from a complete checkpoint."""
+    out = tmp_path / 'run'
+    hosts = start(tmp_path, 2, out, '--data', data, '--steps', 2000, '--save_every', 2, '--eval_every', 0)
+    while not (out / 'ckpt' / 'step_00000002' / 'meta.json').exists():
+        assert all(p.poll() is None for p in hosts), ends(hosts)
+        time.sleep(0.01)
+    hosts[1].kill()
+    codes, said = ends(hosts)
+    assert codes == [2, -signal.SIGKILL] and 'Traceback' not in said[0]
+    assert re.search('error: (another host has ended|the hosts cannot reach one another)', said[0])
+    assert checkpoint.newest(out / 'ckpt')
 
 
 def test_hosts_that_do_not_share_the_folder_are_refused(data, tmp_path):  # noqa: F811

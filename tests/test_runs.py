@@ -309,6 +309,23 @@ def test_addresses_that_cannot_be_used(out, message, data):
         assert code == 2 and stderr.startswith('error: ') and message in stderr and stderr.count('\n') == 1, stderr
 
 
+def test_one_run_at_a_time(whole, data, tmp_path, monkeypatch):
+    """A second process in the folder is refused; so is one that began while another was saving the last time."""
+    from nano import UserError, checkpoint, resume
+    folder = resume.Folder(str(tmp_path / 'run'))
+    with folder.held(True, None):
+        (tmp_path / 'run' / 'here').touch()
+        code, _, stderr = run(tmp_path / 'run', data)
+        assert code == 2 and 'another run is writing there' in stderr and stderr.count('\n') == 1
+    found = iter([None, 'step_00000002'])
+    monkeypatch.setattr(checkpoint, 'newest', lambda *_, **__: next(found))
+    code, _, stderr = run(tmp_path / 'run', data)
+    assert code == 2 and 'another run has just saved there' in stderr and os.listdir(tmp_path / 'run') == ['here']
+    for out in ('', '/', 'gs://'):
+        with pytest.raises(UserError, match='names no folder'):
+            resume.Folder(out)
+
+
 def test_a_run_stops_when_nothing_is_finite_any_more(data, tmp_path):
     """A learning rate of 1e30 makes weights that are finite and whose gradient is not."""
     code, stdout, stderr = run(tmp_path, data, '--lr', 1e30, '--warmup', 0, '--max_bad', 3, '--save_every', 1,

@@ -197,3 +197,12 @@ def test_a_wandb_that_fails_does_not_stop_the_run(tmp_path, env):
                **env)
     assert done.returncode == 0 and 'goes on without it' in done.stdout and done.stdout.endswith('trained\n')
     assert records(tmp_path) == [{'step': 1, 'loss': 2.0}]
+
+
+def test_the_line_of_an_evaluation_that_is_made_again_is_dropped(tmp_path):
+    """A kill can come between the line and the note that it is no longer owed."""
+    for owed, left in ((False, [1, 2, 2]), (True, [1, 2])):
+        lines = [dict(step=1, loss=1.0), dict(step=2, loss=1.0), dict(step=2, val_loss=1.0), dict(step=3, loss=1.0)]
+        (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(x) + '\n' for x in lines))
+        Tracker(tmp_path, 9, 2, owed=owed)
+        assert [json.loads(x)['step'] for x in (tmp_path / 'metrics.jsonl').read_text().splitlines()] == left
