@@ -183,7 +183,10 @@ def test_what_fails_beside_a_save_costs_no_checkpoint(devices, tmp_path, monkeyp
     with checkpoint.Saver(f'memory://{tmp_path.name}/x', 1, say=said.append, before_commit=fail) as saver:
         saver.save(1, some_tensors(), {})
         saver.wait()
-        monkeypatch.setattr(type(checkpoint.file_system('memory://x')), 'rm', fail)
+        store = type(checkpoint.file_system('memory://x'))
+        remove = store.rm
+        monkeypatch.setattr(store, 'rm', lambda self, path, recursive=False, **more:
+                            fail() if recursive else remove(self, path, **more))
         saver.save(2, some_tensors(), {})
         saver.wait()
         assert not saver.failed_last and saver.committed == 2
