@@ -370,7 +370,7 @@ class PeakMemory:
     def mb(self) -> tuple[float, float] | None:
         """(the peak, how much more that is than before) in MB; None where /proc does not tell."""
         peak = self._read('VmHWM')
-        return None if self.before is None or peak is None else (peak / 1e6, (peak - self.before) / 1e6)
+        return None if self.before is None or peak is None else (peak / 1e6, max(0.0, peak - self.before) / 1e6)
 
     def __str__(self) -> str:
         return f'; host memory at most {found[0]:,.0f} MB, {found[1]:,.0f} more than before' if (found := self.mb()) \
