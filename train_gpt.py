@@ -615,15 +615,15 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
                               stop.asked)
         if stop.asked():
             return False
-        text = new_text
+        text = new_text if record else ''
         if loss is not None:
-            best = min(best, loss)
             bpb = loss / math.log(2) / bytes_per_token if bytes_per_token else None
             if record:
+                best = min(best, loss)
                 track.log(step, val_loss=loss, val_bpb=bpb, tokens=tokens_at(step),
                           wall_s=time.perf_counter() - started)
-            say(f'step {step}: validation loss {loss:.4f} (best {best:.4f})' +
-                (f', {bpb:.4f} bits per byte' if bpb else ''))
+            say(f'step {step}: validation loss {loss:.4f}' + (f', {bpb:.4f} bits per byte' if bpb else '') +
+                (f' (best {best:.4f})' if record else ' (to compile; not on record)'))
         if record and step and text:
             track.write(f'samples/step_{step:08d}.txt', text)
         return True
@@ -749,6 +749,9 @@ def find_data(cfg: Config) -> Config:
         return cfg
     here = Path(__file__).resolve().parent
     if not (here / cfg.data / 'manifest.json').exists():
+        if checkpoint.newest(resume.Folder(cfg.out).ckpt):
+            raise UserError(f'{cfg.out} holds a run, and --data is missing: start it with the same options, which are in '
+                            f'{cfg.out}/config.json')
         print('no token shards yet: making them of the default text (data/text.py)', flush=True)
         if code := subprocess.run([sys.executable, here / 'data' / 'text.py', '--out', here / cfg.data]).returncode:
             raise UserError(f'data/text.py ended with {code}, see above; another text: python data/text.py FILE...')

@@ -65,9 +65,9 @@ class Saver:
                 path = _write(self.folder, step, parts, meta, self.group, self.before_commit, self.say)
                 parts.clear()
                 self.committed, self.failed_last = step, False
-                self.say(f'step {step}: wrote {path}: {n_bytes / 1e6:,.1f} MB; the loop stood still for '
-                         f'{waited - began:.2f} s to finish the save before and {copied - waited:.2f} s to copy, then '
-                         f'{time.perf_counter() - copied:.2f} s in the background{memory}')
+                before = f'{waited - began:.2f} s for the save before and ' if waited - began > 0.05 else ''
+                self.say(f'step {step}: wrote {path}, {n_bytes / 1e6:,.1f} MB; the loop stood still for {before}'
+                         f'{copied - waited:.2f} s; {time.perf_counter() - copied:.2f} s in the background{memory}')
             except BaseException as e:  # torch's CheckpointException is no Exception
                 self.failed_last = True
                 self._hosts_lost = self.group is not None and isinstance(e, RuntimeError)  # gloo's
@@ -299,7 +299,8 @@ def file_system(path: str | Path):
     try:
         return fsspec.core.url_to_fs(str(path))[0]
     except (ImportError, ValueError) as e:
-        raise UserError(f'{path}: {e} (for gs:// addresses: python -m pip install gcsfs==2026.10.1)') from e
+        more = ': python -m pip install gcsfs==2026.10.1' if str(path).startswith(('gs://', 'gcs://')) else ''
+        raise UserError(f'{path}: {e}{more}') from e
 
 
 def check_writable(folder: str):
@@ -373,8 +374,7 @@ class PeakMemory:
         return None if self.before is None or peak is None else (peak / 1e6, max(0.0, peak - self.before) / 1e6)
 
     def __str__(self) -> str:
-        return f'; host memory at most {found[0]:,.0f} MB, {found[1]:,.0f} more than before' if (found := self.mb()) \
-            else ''
+        return f'; host memory at most {found[0]:,.0f} MB ({found[1]:+,.0f})' if (found := self.mb()) else ''
 
 
 def _n_bytes(part: Any) -> int:

@@ -181,6 +181,7 @@ def write(folder: str | Path, config: dict[str, Any], weights: Iterable[tuple[st
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f'--export {folder}: is there already: choose another folder, or delete it')
     folder.mkdir(parents=True, exist_ok=True)
+    os.umask(umask := os.umask(0))
     files: list[list[str]] = []  # the tensors of each
     pending: dict[str, torch.Tensor] = {}
     n_bytes = 0
@@ -212,6 +213,7 @@ def write(folder: str | Path, config: dict[str, Any], weights: Iterable[tuple[st
             _write_json(folder / 'model.safetensors.index.json', dict(metadata=dict(total_size=n_bytes),
                                                                       weight_map=place))
         for path in folder.iterdir():
+            path.chmod(0o666 & ~umask)  # safetensors makes files that nobody else can read
             fd = os.open(path, os.O_RDONLY)
             os.fsync(fd)
             os.close(fd)

@@ -128,11 +128,16 @@ def find(cfg: Any, manifest: dict[str, Any], shape: Sequence[str], may_differ: S
     tokenizer = manifest['tokenizer'] and manifest['tokenizer']['sha256']
     if path := checkpoint.newest(Folder(cfg.out).ckpt):
         meta = checkpoint.read_meta(path, META)
-        _check_model(cfg, path, meta['config'], shape)
+        if cfg.init_from and cfg.init_from != meta['config'].get('init_from'):
+            began = meta['config'].get('init_from') or 'weights of its own'
+            raise UserError(f'--init_from {cfg.init_from}: {cfg.out} holds a run already, which began from {began}: '
+                            f'leave the option out to go on with it, or begin a new run in another --out')
+        _check_model(cfg, path, meta['config'], shape, advice='use its values (all are in config.json there), or begin a '
+                     'new run in another --out')
         _check_tokenizer(cfg, path, meta['tokenizer'], tokenizer)
         _check_data(cfg, path, meta, shards.fingerprint(manifest))
         changes = ''.join(f', --{k} {v!r} (was {meta["config"][k]!r})' for k, v in asdict(cfg).items()
-                          if meta['config'].get(k, v) != v and k not in ('preset', 'out', 'init_from'))
+                          if meta['config'].get(k, v) != v and k not in ('preset', 'out', 'init_from', 'stop_at'))
         return Start(meta, path, True, None, changes)
     start = Start(dict(step=0, consumed=0, tokens=0, best=math.inf, wall_s=0.0, owed=True))
     if cfg.init_from and hf.is_folder(cfg.init_from):
@@ -148,14 +153,18 @@ def find(cfg: Any, manifest: dict[str, Any], shape: Sequence[str], may_differ: S
 
 
 def options_of_source(chosen: dict[str, Any], shape: Sequence[str]) -> dict[str, Any]:
-    """For nano.config.parse: what makes the model comes with --init_from."""
+    """For nano.config.parse: what makes the model comes with --init_from, and when such a run goes on from itself."""
     address = chosen['init_from']
-    if not address or chosen['export']:
+    if chosen['export']:
         return {}
-    path = checkpoint.newest(Folder(chosen['out']).ckpt, say=lambda text: None)  # what it began with may be gone
-    if path is None and hf.is_folder(address):
+    if path := checkpoint.newest(Folder(chosen['out']).ckpt, say=lambda text: None):
+        then = checkpoint.read_meta(path, META)['config']
+        return {k: then[k] for k in shape if k in then} if then.get('init_from') else {}
+    if not address:
+        return {}
+    if hf.is_folder(address):
         return hf.options(address, chosen['seq_len'])
-    then = checkpoint.read_meta(path or source(address), META)['config']
+    then = checkpoint.read_meta(source(address), META)['config']
     return {k: then[k] for k in shape if k in then}
 
 
@@ -198,11 +207,11 @@ def copy_tokenizer(path: str, to: str):
     print(f'no tokenizer is written: none lies in the run\'s folder of {path}')
 
 
-def _check_model(cfg: Any, path: str, then: dict[str, Any], shape: Sequence[str], may_differ: Sequence[str] = ()):
+def _check_model(cfg: Any, path: str, then: dict[str, Any], shape: Sequence[str], may_differ: Sequence[str] = (),
+                 advice: str = 'leave these options out'):
     if other := [f'--{k} {then.get(k)}, not {getattr(cfg, k)}' for k in shape
                  if then.get(k) != getattr(cfg, k) and k not in may_differ]:
-        raise UserError(f'{path} was trained with {"; ".join(other)}: use its values, or begin a new run in another '
-                        f'--out')
+        raise UserError(f'{path} has {"; ".join(other)}: {advice}')
 
 
 def _check_tokenizer(cfg: Any, path: str, then: str | None, now: str | None):

@@ -327,7 +327,7 @@ class StopSignal:
                 os._exit(128 + self.signum)
             self.signum, deadline = signum[0], time.monotonic() + self.grace_s
             if self.nothing_to_save:
-                os.write(2, b'\nstopped before the first step: there is nothing to save\n')
+                os.write(2, b'\nstopped before the first step of this start: there is nothing new to save\n')
                 os._exit(128 + self.signum)
             # Not print(): the main thread may be in the middle of one.
             os.write(2, b'\nstopping: a checkpoint, then the end; a second signal ends it at once\n')

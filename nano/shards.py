@@ -216,6 +216,8 @@ def write_manifest(folder: str, manifest: dict):
 def load_manifest(folder: str) -> dict:
     """Returns the manifest of a folder, its keys and types checked; DataError otherwise."""
     path = os.path.join(folder, 'manifest.json')
+    if '://' in folder:
+        raise DataError(f'{folder}: token shards are read from a disk of each machine: copy the folder there')
     if not os.path.isdir(folder):
         raise DataError(f'{folder}: no such folder: prepare data with data/text.py')
     try:

@@ -112,7 +112,7 @@ def write_huggingface(tokenizer_path: str, folder: str) -> str:
             with open(tokenizer_path, encoding='utf-8') as f:
                 told = {**json.load(f), 'post_processor': None}
     else:
-        ids = {'unk': model.unk_id(), 'bos': model.bos_id(), 'eos': -1 if end is None else end, 'pad': model.pad_id()}
+        ids = {'unk': model.unk_id(), 'pad': model.pad_id(), **({} if end is None else {'bos': end, 'eos': end})}
         names = {k: model.id_to_piece(i) for k, i in ids.items() if i >= 0}
         told = as_tokenizer_json(model.serialized_model_proto(), names['unk'])
     if isinstance(told, str):

@@ -64,7 +64,7 @@ def test_our_own(corpus, tmp_path, seed, caplog, capfd):
     compare(theirs, ours, random.Random(seed))
     assert sorted(os.listdir(tmp_path / 'out')) == [
         'config.json', 'tokenizer.json', 'tokenizer.model', 'tokenizer_config.json']
-    assert (theirs.unk_token, theirs.bos_token, theirs.eos_token) == ('<unk>', '<s>', '</s>')
+    assert (theirs.unk_token, theirs.bos_token, theirs.eos_token) == ('<unk>', '</s>', '</s>')
     # The custom that the function tells of, and the way around it.
     assert theirs.encode('a</s>b')[1:2] == [theirs.eos_token_id] and theirs.decode([2], skip_special_tokens=True) == ''
     assert theirs.encode('a</s>b<unk>', split_special_tokens=True) == ours.encode('a</s>b<unk>')
