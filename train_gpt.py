@@ -15,6 +15,7 @@ import contextlib
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -135,8 +136,8 @@ def check(cfg: Config):
         raise UserError(f'--head_size {cfg.head_size}: must be even, rotary positions turn pairs')
     try:
         scaling = [float(x) for x in cfg.rope_scaling.split(',')] if cfg.rope_scaling else [1.0]
-        good = all(0 < x < 1e30 for x in scaling) and (len(scaling) == 1 or
-                                                       len(scaling) == 4 and scaling[1] < scaling[2])
+        good = all(0 < x < 1e30 for x in scaling) and (len(scaling) == 1 or len(scaling) == 4 and
+                                                       scaling[1] < scaling[2] and scaling[3] % 1 == 0)
     except ValueError:
         good = False
     if not good:
@@ -660,7 +661,10 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
         say('compiling evaluation and sampling ...')
         owed = not evaluate_and_sample(start_step, record=meta['owed'])
         if start.goes_on and rt.main and meta['owed'] and not owed:
-            checkpoint.amend(start.path, owed=False)
+            try:
+                checkpoint.amend(start.path, owed=False)
+            except Exception as e:  # a full disk, or what a client of an object store raises
+                say(f'warning: {start.path} still says that its evaluation is owed ({e})')
         meter = Meter(start_step)
         step, unread = start_step, None  # the step before, whose metrics are read while the device works on this one
         say('compiling the training step ... (after it nothing is compiled)')
@@ -725,6 +729,8 @@ def export(cfg: Config):
     source = resume.source(resume.Folder(cfg.out).out, '--out')
     meta = checkpoint.read_meta(source, resume.META)
     then = resume.options_of(Config, source, meta, SHAPE)
+    check(then)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing half-written is left
     shapes = weight_shapes(then)
     dtype = torch.float32 if cfg.dtype == 'auto' else matmul_dtype(cfg)
 
@@ -736,7 +742,7 @@ def export(cfg: Config):
             del w  # before the next is made
 
     hf.write(cfg.export, hf.config_of(asdict(then), dtype, meta['separator']), weights(), HF_NAMES, dtype,
-             then.vocab_size, lambda temp: resume.copy_tokenizer(source, temp))
+             then.vocab_size, lambda to: resume.copy_tokenizer(source, to, meta['tokenizer']))
     if then.qkv_bias and os.path.exists(f'{cfg.export}/tokenizer.model'):
         print('transformers.AutoTokenizer takes any tokenizer beside a Qwen 2 model for Qwen\'s, and this is none: load it '
               'with transformers.PreTrainedTokenizerFast.from_pretrained')

@@ -19,7 +19,7 @@ from typing import Any, Callable
 
 import torch
 
-from nano import UserError
+from nano import UserError, say
 
 STEP = re.compile(r'step_(\d{8})')
 
@@ -97,7 +97,9 @@ class Saver:
 
     def _prune(self):
         if _rank(self.group) == 0:
-            oldest_kept = step_of(complete(self.folder)[-self.keep:][0])
+            # One of a later step is not of this run; who put it there may want it.
+            mine = [path for path in complete(self.folder) if step_of(path) <= self.committed]
+            oldest_kept = step_of(mine[-self.keep:][0])
             for path in _all(self.folder):  # also what is left of one, when a kill came in the middle of this
                 if step_of(path) < oldest_kept and (not self.keep_every or step_of(path) % self.keep_every):
                     file_system(self.folder).rm(path, recursive=True)
@@ -203,6 +205,9 @@ def load(path: str | Path, tensors: dict[str, torch.Tensor], reader=None):
                 dcp.load({name: t}, storage_reader=reader, planner=planner(), no_dist=True)
     except UserError:
         raise
+    except FileNotFoundError as e:
+        raise UserError(f'{path} was removed while it was read ({_cause(e)}), as a run does with its oldest: start '
+                        f'again') from e
     except (Exception, CheckpointException) as e:  # a damaged pickle raises anything
         raise UserError(f'{path} cannot be read ({_cause(e)}): if it is damaged, delete it to use the one before') \
             from e
@@ -237,10 +242,12 @@ def complete(folder: str | Path) -> list[str]:
     return [path for path in _all(folder) if not problem(path)]
 
 
-def newest(folder: str | Path, say: Callable[[str], Any] = print) -> str | None:
+def newest(folder: str | Path, say: Callable[[str], Any] = say) -> str | None:
     """The newest complete checkpoint in `folder`, or None if there was none yet, as when the first save into a bucket
     was cut short. Raises UserError if there are only broken ones: starting afresh would lose the run."""
     fs = file_system(folder)
+    if _is_local(fs) and os.path.lexists(folder) and not os.path.isdir(folder):
+        raise UserError(f'{folder}: is no folder, or a link to a disk that is not there')
     for path in reversed(_all(folder)):
         if not (why := problem(path)):
             return path
@@ -258,7 +265,8 @@ def read_meta(path: str | Path, types: dict[str, type | tuple]) -> dict[str, Any
     if why := problem(path):
         raise UserError(f'{path} is no complete checkpoint: {why}')
     meta = json.loads(file_system(path).cat_file(f'{path}/meta.json'))
-    wrong = [name for name, kind in types.items() if not isinstance(meta.get(name, ...), kind)]
+    wrong = [name for name, kind in types.items() if not isinstance(value := meta.get(name, ...), kind) or
+             isinstance(value, int) and not 0 <= value < 2**62]
     if wrong or meta.get('step') != step_of(path):
         raise UserError(f'{path}/meta.json: {", ".join(wrong or ["step"])} cannot be used: another script wrote it, or '
                         f'it was edited')
@@ -269,6 +277,16 @@ def amend(path: str | Path, **more: Any):
     """Changes some of a checkpoint's meta."""
     fs = file_system(path)
     _put(fs, f'{path}/meta.json', json.dumps({**json.loads(fs.cat_file(f'{path}/meta.json')), **more}, indent=1))
+
+
+def is_one(path: str | Path) -> bool:
+    """Whether `path` has a checkpoint's name."""
+    return bool(STEP.fullmatch(str(path).rsplit('/', 1)[-1]))
+
+
+def holds_some(folder: str | Path) -> bool:
+    """Whether something in `folder` has a checkpoint's name."""
+    return bool(_all(folder))
 
 
 def step_of(path: str | Path) -> int:
@@ -327,11 +345,16 @@ def _put(fs, path: str, text: str):
     """Writes a small file so that a reader finds all of it or nothing."""
     if not _is_local(fs):
         return fs.pipe_file(path, text.encode())
-    with open(path + '.new', 'w') as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.rename(path + '.new', path)
+    try:
+        with open(path + '.new', 'w') as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.rename(path + '.new', path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(path + '.new')
+        raise
     _sync(os.path.dirname(path))
 
 

@@ -70,6 +70,8 @@ def parse(cls: type[T], presets: dict[str, dict[str, Any]], argv: Sequence[str] 
     chosen = given.get('preset', getattr(cls, 'preset', ''))
     if chosen and chosen not in presets:
         _fail(f'no preset {chosen!r}{_nearest(chosen, presets, "; did you mean {}?", ";")} There are: {", ".join(presets)}')
+    if empty := [name for name in paths if given.get(name) == '']:  # a variable of the shell that is not set
+        _fail(f'--{empty[0]} needs a folder')
     given |= {name: os.path.expanduser(given[name].removeprefix('file://')) for name in paths if name in given}
     values = {**dataclasses.asdict(cls()), **presets.get(chosen, {})}
     return cls(**{**values, **more({**values, **given}), **given})

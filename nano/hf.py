@@ -40,17 +40,17 @@ def options(folder: str | Path, seq_len: int) -> dict[str, Any]:
     family = config.get('model_type')
     wrong = [] if family in FAMILIES else [f'model_type {family!r} (known: {", ".join(FAMILIES)})']
     wrong += [f'{k} {config[k]!r}' for k, usual in USUAL.items() if config.get(k) not in (None, usual)]
-    window = config.get('sliding_window', 4096) or math.inf  # without the field it is 4096 in all that have windows
-    slides = (family == 'mistral' or config.get('use_sliding_window') and
-              config.get('max_window_layers', 28) < config.get('num_hidden_layers', 0) or
-              set(config.get('layer_types') or ()) - {'full_attention'})
-    if slides and seq_len > window:
-        wrong.append(f'sliding_window {window} (attention to fewer tokens than --seq_len {seq_len})')
-    rope = {'rope_theta': config.get('rope_theta') or 10000.0, **(config.get('rope_parameters') or {}),
-            **(config.get('rope_scaling') or {})}
-    kind = rope.get('rope_type', rope.get('type', 'default'))
-    scaling = ''
     try:
+        window = config.get('sliding_window', 4096) or math.inf  # without the field it is 4096 in all that have windows
+        slides = (family == 'mistral' or config.get('use_sliding_window') and
+                  config.get('max_window_layers', 28) < config.get('num_hidden_layers', 0) or
+                  set(config.get('layer_types') or ()) - {'full_attention'})
+        if slides and seq_len > window:
+            wrong.append(f'sliding_window {window} (attention to fewer tokens than --seq_len {seq_len})')
+        rope = {'rope_theta': config.get('rope_theta') or 10000.0, **(config.get('rope_parameters') or {}),
+                **(config.get('rope_scaling') or {})}
+        kind = rope.get('rope_type', rope.get('type', 'default'))
+        scaling = ''
         if kind == 'linear':
             scaling = _number(rope['factor'])
         elif kind == 'llama3':
@@ -69,9 +69,10 @@ def options(folder: str | Path, seq_len: int) -> dict[str, Any]:
             tied=config.get('tie_word_embeddings', False), qk_norm=family == 'qwen3', qkv_bias=family == 'qwen2',
             rope_theta=float(rope['rope_theta']), rope_scaling=scaling, norm_eps=config.get('rms_norm_eps', 1e-6))
         numbers = {k: v for k, v in found.items() if k not in ('tied', 'qk_norm', 'qkv_bias', 'rope_scaling')}
-        if bad := [k for k, v in numbers.items() if not isinstance(v, (int, float)) or not v > 0]:
-            wrong.append(f'{", ".join(bad)} not above 0')
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
+        if bad := [k for k, v in numbers.items() if not isinstance(v, (int, float)) or not 0 < v < 1e30 or
+                   k not in ('rope_theta', 'norm_eps') and v != int(v)]:
+            wrong.append(f'{", ".join(bad)} not a (whole) number above 0')
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
         wrong.append(f'no usable {e}' if isinstance(e, KeyError) else f'a field of the wrong type ({e})')
     if wrong:
         raise UserError(f'{path}: not a model that train_gpt.py can be: {"; ".join(wrong)}')
@@ -103,6 +104,8 @@ class Reader(StorageReader):
         wrong, known = [], set()
         for name, shape in shapes.items():
             for theirs in self._names_of(name):
+                if len(wrong) > 20:
+                    break
                 known.add(theirs)
                 wanted = list(shape[1:][::-1]) if '{}' in names[name] else [*shape]
                 if _is_table(name):
@@ -118,7 +121,7 @@ class Reader(StorageReader):
         if 'head_VD' not in shapes:
             known.add(names['head_VD'])  # a tied model's may be there a second time
         wrong += [f'{n}, for which the model has no place' for n in sorted(set(self._files) - known)
-                  if not n.endswith(IGNORED)]
+                  if not n.endswith(IGNORED) and len(wrong) <= 20]
         if wrong:
             more = f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''
             raise UserError(f'{folder}: {"; ".join(wrong[:5])}{more}')
@@ -174,6 +177,7 @@ def write(folder: str | Path, config: dict[str, Any], weights: Iterable[tuple[st
     """Fills `folder`, which must be empty or missing: what `others(folder)` puts there, the `weights` as they come (one
     is held at a time, and a file's worth of those before), and config.json last. Nothing is left of it if that fails.
     Raises UserError if the folder holds something."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
     if '://' in str(folder):
         raise UserError(f'--export {folder}: must be a folder on a disk; copy it from there')
@@ -187,7 +191,10 @@ def write(folder: str | Path, config: dict[str, Any], weights: Iterable[tuple[st
     n_bytes = 0
 
     def flush():
-        save_file(pending, folder / f'{len(files)}', metadata={'format': 'pt'})
+        try:
+            save_file(pending, folder / f'{len(files)}', metadata={'format': 'pt'})
+        except SafetensorError as e:
+            raise OSError(f'{folder}: {e}') from e
         files.append(list(pending))
         pending.clear()
 

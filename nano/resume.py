@@ -27,7 +27,7 @@ class Folder:
     def __init__(self, out: str):
         self.out = out.rstrip('/')
         scheme, _, rest = self.out.rpartition('://')
-        if not rest or self.out.endswith(':'):
+        if not rest or self.out.endswith(':') or '::' in self.out:
             raise UserError(f'--out {out!r}: names no folder')
         self.local = Path('out', 'mirror', scheme, rest.lstrip('/')) if scheme else Path(self.out)
         self.ckpt, self._sent = f'{self.out}/ckpt', {}
@@ -126,7 +126,12 @@ def find(cfg: Any, manifest: dict[str, Any], shape: Sequence[str], may_differ: S
     have weights of the same shapes, and would go on with a high loss and no error. `may_differ`: those of them that
     may all the same, when only the weights are taken. `manifest` is of the data. Raises UserError."""
     tokenizer = manifest['tokenizer'] and manifest['tokenizer']['sha256']
-    if path := checkpoint.newest(Folder(cfg.out).ckpt):
+    folder = Folder(cfg.out)
+    if checkpoint.is_one(folder.out) or checkpoint.holds_some(folder.out):
+        raise UserError(f'--out {cfg.out}: is a checkpoint, or a folder of them, and not the folder of a run')
+    if not folder.remote and os.path.exists(f'{folder.out}/config.json') and hf.is_folder(folder.out):
+        raise UserError(f'--out {cfg.out}: is a model folder of HuggingFace\'s, which would be overwritten')
+    if path := checkpoint.newest(folder.ckpt):
         meta = checkpoint.read_meta(path, META)
         if cfg.init_from and cfg.init_from != meta['config'].get('init_from'):
             began = meta['config'].get('init_from') or 'weights of its own'
@@ -172,7 +177,7 @@ def source(address: str, option: str = '--init_from') -> str:
     """The checkpoint at `address`, or the newest one of the run there. Raises UserError if there is none, naming the
     option that gave it."""
     address = address.rstrip('/') if '://' in address else os.path.abspath(address)
-    if checkpoint.STEP.fullmatch(address.rsplit('/', 1)[-1]):
+    if checkpoint.is_one(address):
         return address
     if path := checkpoint.newest(f'{address}/ckpt') or checkpoint.newest(address):
         return path
@@ -185,18 +190,24 @@ def options_of(cls: type, path: str, meta: dict[str, Any], shape: Sequence[str])
     then = meta['config']
     if lacking := [k for k in shape if k not in then]:
         raise UserError(f'{path}/meta.json: its config lacks {", ".join(lacking)}: another script wrote it')
+    wrong = [f.name for f in fields(cls) if f.name in then and 
+             not isinstance(then[f.name], (float, int) if f.type is float else f.type)]
+    if wrong:
+        raise UserError(f'{path}/meta.json: {", ".join(wrong)} of its config cannot be used: it was edited')
     return cls(**{f.name: then[f.name] for f in fields(cls) if f.name in then})
 
 
-def copy_tokenizer(path: str, to: str):
-    """Puts the tokenizer that lies beside the run of the checkpoint at `path` into the folder `to`, as HuggingFace's
-    tokenizers read it. Says what could not be done."""
+def copy_tokenizer(path: str, to: str, sha256: str | None):
+    """Puts the tokenizer that lies beside the run of the checkpoint at `path`, which was trained with the one of this
+    `sha256`, into the folder `to`, as HuggingFace's tokenizers read it. Says what could not be done."""
     run, ckpt, _ = path.rsplit('/', 2)
     fs = checkpoint.file_system(path)
     for name in TOKENIZERS if ckpt == 'ckpt' else ():
         if fs.exists(f'{run}/{name}'):
             with tempfile.TemporaryDirectory() as temp:
                 fs.get_file(f'{run}/{name}', f'{temp}/{name}')
+                if shards.file_sha256(f'{temp}/{name}') != sha256:
+                    continue
                 try:
                     note = write_huggingface(f'{temp}/{name}', to)
                 except UserError as e:
@@ -204,7 +215,7 @@ def copy_tokenizer(path: str, to: str):
                 if note:
                     print(note.replace(temp, run))
                 return
-    print(f'no tokenizer is written: none lies in the run\'s folder of {path}')
+    print(f'no tokenizer is written: that of {path} does not lie in the run\'s folder')
 
 
 def _check_model(cfg: Any, path: str, then: dict[str, Any], shape: Sequence[str], may_differ: Sequence[str] = (),

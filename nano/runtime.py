@@ -2,6 +2,7 @@
 
 Everything is SPMD, with one process for each host and also with one device: there is one code path.
 """
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -12,14 +13,13 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Callable
 
 import numpy as np
 from packaging.requirements import Requirement
 
-from nano import UserError
+from nano import UserError, say
 
 AXES = ('data', 'fsdp', 'tensor')
 
@@ -96,7 +96,7 @@ def check_versions(requirements: Path = Path(__file__).parent.parent / 'requirem
 
 
 def start(device: str, timeout_s: float = 600,
-          say: Callable[[str], None] = partial(print, flush=True)) -> Runtime:
+          say: Callable[[str], None] = say) -> Runtime:
     """Starts torch_xla in SPMD mode on `device` ('tpu' or 'cpu').
 
     Prints a line before and after the devices are asked for: on several hosts this waits for all of them, and what is
@@ -268,8 +268,9 @@ class StopSignal:
 
     A thread answers at once, also while Python's own handlers cannot run: during a compile they came 71 s late. Where
     there is `nothing_to_save` it ends the process then and there, elsewhere at a second signal, or if the process has
-    not ended `grace_s` seconds after the first. Exit code: 128 + the signal's number. Use it in `with`, in the main
-    thread."""
+    not ended `grace_s` seconds after the first. A terminal that closes (SIGHUP) asks too, but is nobody's second signal:
+    a machine that shuts down sends it with SIGTERM. Exit code: 128 + the signal's number. Use it in `with`, in the
+    main thread."""
 
     def __init__(self, grace_s: float = 600):  # a large checkpoint takes minutes
         self.signum, self.group, self.nothing_to_save, self.grace_s = 0, None, True, grace_s
@@ -304,7 +305,8 @@ class StopSignal:
         os.set_blocking(self._write, False)
         threading.Thread(target=self._watch, daemon=True, name='signals').start()
         # Python's handlers do nothing; that they are set makes the interpreter write to the pipe.
-        self._before = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+                        if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN}  # nohup stays what it is
         self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         return self
 
@@ -321,16 +323,25 @@ class StopSignal:
             signum = os.read(self._read, 1) if ready else None
             if signum == b'':
                 return os.close(self._read)
-            if signum and signum[0] not in (signal.SIGINT, signal.SIGTERM):
+            if signum and signum[0] not in self._before:
                 continue  # another one that has a handler
+            if signum and deadline and signal.SIGHUP in (signum[0], self.signum):
+                if signum[0] != signal.SIGHUP:
+                    self.signum = signum[0]  # from here on another one is a second
+                continue
             if deadline:  # a second signal, or time is up
                 os._exit(128 + self.signum)
             self.signum, deadline = signum[0], time.monotonic() + self.grace_s
             if self.nothing_to_save:
-                os.write(2, b'\nstopped before the first step of this start: there is nothing new to save\n')
+                _tell(b'\nstopped before the first step of this start: there is nothing new to save\n')
                 os._exit(128 + self.signum)
             # Not print(): the main thread may be in the middle of one.
-            os.write(2, b'\nstopping: a checkpoint, then the end; a second signal ends it at once\n')
+            _tell(b'\nstopping: a checkpoint, then the end; a second signal ends it at once\n')
+
+
+def _tell(text: bytes):
+    with contextlib.suppress(OSError):  # a closed terminal or a full disk must not end the thread
+        os.write(2, text)
 
 
 def rss_gb() -> float:

@@ -42,7 +42,11 @@ class Tracker:
         self._first: tuple[float, int] | None = None  # time and step of the first progress, compiling past
         self._line_at = -math.inf
         if main:
-            _drop_after(self._metrics_path, start_step, owed)
+            if start_step:
+                _drop_after(self._metrics_path, start_step, owed)
+            elif self._metrics_path.exists() and self._metrics_path.stat().st_size:
+                os.replace(self._metrics_path, old := f'{self._metrics_path}.old')
+                self.print(f'there is a record but no checkpoint: begun anew; the record is now {old}')
             if wandb_project:
                 self._start_wandb(wandb_project, out, config)
 
@@ -206,7 +210,7 @@ def _drop_after(path: Path, step: int, owed: bool) -> None:
             with contextlib.suppress(ValueError, AttributeError, TypeError):
                 entry = json.loads(line)
                 again = owed and entry.get('step') == step and 'val_loss' in entry
-                if step and entry.get('step', 0) <= step and line.endswith(b'\n') and not again:
+                if entry.get('step', 0) <= step and line.endswith(b'\n') and not again:
                     new.write(line)
         new.flush()
         os.fsync(new.fileno())

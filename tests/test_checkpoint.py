@@ -170,6 +170,26 @@ def test_what_cannot_be_read_is_not_incomplete(devices, tmp_path, monkeypatch):
     assert checkpoint.step_of(path) == 1
 
 
+def test_a_later_step_is_not_removed_and_removes_nothing(devices, tmp_path):
+    """A checkpoint that somebody put there."""
+    save(tmp_path / 'theirs', 30, some_tensors())
+    with checkpoint.Saver(tmp_path, 1, say=print) as saver:
+        for step in (1, 2):
+            saver.save(step, some_tensors(), {})
+            saver.wait()
+            if step == 1:
+                (tmp_path / 'theirs' / 'step_00000030').rename(tmp_path / 'step_00000030')
+    assert [checkpoint.step_of(path) for path in checkpoint.complete(tmp_path)] == [2, 30]
+
+
+def test_a_folder_that_is_none(tmp_path):
+    (tmp_path / 'file').touch()
+    (tmp_path / 'link').symlink_to(tmp_path / 'unmounted')
+    for name in ('file', 'link'):
+        with pytest.raises(UserError, match='is no folder, or a link to a disk that is not there'):
+            checkpoint.newest(tmp_path / name)
+
+
 def test_what_fails_beside_a_save_costs_no_checkpoint(devices, tmp_path, monkeypatch):
     """The copy of the record, and the removal of old checkpoints, as by an object store's client."""
     class HttpError(Exception):
@@ -238,7 +258,7 @@ def test_peak_memory_is_said_and_is_about_one_copy(devices, tmp_path):
                     runtime.make_mesh('1,8,1', 8))
     said = []
     save(tmp_path, 1, tensors, said.append)
-    more = int(re.search(r'host memory at most [\d,]+ MB, (-?[\d,]+) more than before', said[0])[1].replace(',', ''))
+    more = int(re.search(r'host memory at most [\d,]+ MB \(\+([\d,]+)\)', said[0])[1].replace(',', ''))
     assert 50 < more < 100, said
     memory = checkpoint.PeakMemory()
     checkpoint.load(tmp_path / 'step_00000001', tensors)

@@ -162,10 +162,11 @@ REFUSED = {  # a change of config.json: what the message names
     'rope_parameters': ({'rope_type': 'dynamic', 'rope_theta': 1e4, 'factor': 2.0}, "rope_type 'dynamic'"),
     'partial_rotary_factor': (0.5, 'partial_rotary_factor 0.5'),
     'hidden_size': ('wide', 'a field of the wrong type'),
-    'num_hidden_layers': (None, 'layers not above 0'),
-    'rms_norm_eps': ('small', 'norm_eps not above 0'),
+    'num_hidden_layers': (None, 'layers not a (whole) number above 0'),
+    'rms_norm_eps': ('small', 'norm_eps not a (whole) number above 0'),
+    'layer_types': (1, 'a field of the wrong type'),
     'num_attention_heads': (0, 'a field of the wrong type'),
-    'vocab_size': (-1, 'vocab_size not above 0'),
+    'vocab_size': (-1, 'vocab_size not a (whole) number above 0'),
 }
 
 

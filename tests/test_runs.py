@@ -221,6 +221,26 @@ def test_how_a_signal_ends_the_process(signum, how):
     assert process.wait(10) == 128 + signum and process.stderr.read() == ''
 
 
+def test_a_terminal_that_closes():
+    """SIGHUP asks, but is no second signal, and a stderr that cannot be written ends nothing."""
+    for first, second in ((signal.SIGTERM, signal.SIGHUP), (signal.SIGHUP, signal.SIGTERM),
+                          (signal.SIGHUP, signal.SIGHUP)):
+        with open('/dev/full', 'w') as full:
+            process = subprocess.Popen([sys.executable, '-c', STOPPED, 'twice'], cwd=ROOT, stdout=subprocess.PIPE,
+                                       stderr=full, text=True)
+        assert process.stdout.readline() == 'ready\n'
+        for signum in (first, second):
+            process.send_signal(signum)
+            time.sleep(0.2)
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)  # the second that counts, or the first
+        if signal.SIGTERM not in (first, second):
+            time.sleep(0.2)
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 143
+
+
 def test_what_may_change_when_a_run_goes_on(whole, data, corpus, tmp_path):
     """README's table: refused, refused without --reset_data, allowed; `tokens` counts what was trained on."""
     out = tmp_path / 'run'
@@ -264,7 +284,7 @@ def test_a_killed_run_goes_on_with_other_devices(whole, data, tmp_path):
 def test_init_from_takes_the_weights_alone(whole, data, tmp_path):
     out, _ = whole
     for source in (out, out / 'ckpt' / 'step_00000009'):
-        new = tmp_path / source.name
+        new = tmp_path / f'from {source.name}'
         assert run(new, data, '--init_from', source, '--steps', 1, '--sample_tokens', 0)[0] == 0
         steps, evals = metrics(new)
         assert steps[0]['step'] == 1 and steps[0]['tokens'] == 256
@@ -274,7 +294,36 @@ def test_init_from_takes_the_weights_alone(whole, data, tmp_path):
     code, _, stderr = run(tmp_path / 'new', data, '--init_from', tmp_path / 'nothing')
     assert code == 2 and '--init_from' in stderr and not stderr.count('\n') > 1
     code, _, stderr = run(tmp_path / 'new', data, '--init_from', out, '--width', 128)
-    assert code == 2 and '--width 64, not 128' in stderr
+    assert code == 2 and '--width 64, not 128: leave these options out' in stderr
+    begun = tmp_path / 'from step_00000009'
+    for source, message in ((out, f'which began from {out}/ckpt/step_00000009'), (begun, f'--init_from {begun}: ')):
+        code, _, stderr = run(begun, data, '--init_from', source, '--steps', 2)  # another than it began from
+        assert code == 2 and message in stderr and stderr.count('\n') == 1
+
+
+def test_an_out_that_is_no_run(whole, data, tmp_path):
+    out, _ = whole
+    (tmp_path / 'model').mkdir()
+    (tmp_path / 'model' / 'config.json').write_text('{"model_type": "llama"}')
+    (tmp_path / 'run').mkdir()
+    (tmp_path / 'run' / 'ckpt').symlink_to(tmp_path / 'unmounted')
+    for folder, message in ((out / 'ckpt', 'is a checkpoint, or a folder of them'),
+                            (out / 'ckpt' / 'step_00000009', 'is a checkpoint, or a folder of them'),
+                            (tmp_path / 'model', "is a model folder of HuggingFace's"),
+                            (tmp_path / 'run', 'is no folder, or a link to a disk that is not there')):
+        before = sorted(folder.rglob('*'))
+        code, _, stderr = run(folder, data)
+        assert code == 2 and message in stderr and stderr.count('\n') == 1 and sorted(folder.rglob('*')) == before
+    code, _, stderr = run(tmp_path / 'new', data, '--export', '')
+    assert code == 2 and '--export needs a folder' in stderr
+
+
+def test_a_record_without_a_checkpoint_is_kept(data, tmp_path):
+    """Somebody moved ckpt/ away: the run begins anew, and says so."""
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 7, "loss": 1.0}\n')
+    code, stdout, _ = run(tmp_path, data, '--steps', 1, '--sample_tokens', 0)
+    assert code == 0 and 'there is a record but no checkpoint' in stdout and len(metrics(tmp_path)[0]) == 1
+    assert (tmp_path / 'metrics.jsonl.old').read_text() == '{"step": 7, "loss": 1.0}\n'
 
 
 def test_a_run_in_an_object_store(whole, data, tmp_path, monkeypatch):
@@ -317,7 +366,7 @@ def test_one_run_at_a_time(whole, data, tmp_path, monkeypatch):
         (tmp_path / 'run' / 'here').touch()
         code, _, stderr = run(tmp_path / 'run', data)
         assert code == 2 and 'another run is writing there' in stderr and stderr.count('\n') == 1
-    found = iter([None, 'step_00000002'])
+    found = iter([None, None, 'step_00000002'])
     monkeypatch.setattr(checkpoint, 'newest', lambda *_, **__: next(found))
     code, _, stderr = run(tmp_path / 'run', data)
     assert code == 2 and 'another run has just saved there' in stderr and os.listdir(tmp_path / 'run') == ['here']
