@@ -46,7 +46,7 @@ class Tracker:
                 _drop_after(self._metrics_path, start_step, owed)
             elif self._metrics_path.exists() and self._metrics_path.stat().st_size:
                 os.replace(self._metrics_path, old := f'{self._metrics_path}.old')
-                self.print(f'there is a record but no checkpoint: begun anew; the record is now {old}')
+                self.print(f'there is a record, but nothing to go on from: begun anew; the record is now {old}')
             if wandb_project:
                 self._start_wandb(wandb_project, out, config)
 

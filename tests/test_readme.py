@@ -43,7 +43,17 @@ def checkout(corpus, tmp_path_factory):
         shutil.copy(library / f'{name}.py', here / 'books' / f'{name}.txt')
     shutil.copy(ROOT / 'README.md', here / 'notes.md')
     make_foreign_shards(here)
+    make_model(here)
     return here
+
+
+def make_model(here):
+    """MODEL: what one downloads from HuggingFace, with the tokenizer that was made."""
+    import transformers
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
+        vocab_size=50257, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16)).save_pretrained(here / 'MODEL')
+    shutil.copy(here / 'tokenizer.json', here / 'MODEL')
 
 
 def make_foreign_shards(here):
@@ -85,15 +95,19 @@ def test_commands_are_found():
 def test_the_commands(checkout):
     """Those that make data first. The options of a small model come last and win."""
     done = []
-    for args in sorted(COMMANDS, key=lambda args: not ' '.join(args).startswith('data/')):
+    for args in sorted(COMMANDS, key=lambda args: ('--export' in args, not ' '.join(args).startswith('data/'))):
         if args[:1] == ['test']:  # pytest within pytest: that these tests are found is enough
             found = launch(checkout, *args, '--collect-only', '-q', *([] if 'tests' in ' '.join(args) else ['tests']))
             assert re.search(r'tests? collected|/[0-9]+ tests collected', found.stdout)
         elif '--help' in args:
             found = launch(checkout, *args)
             assert '--seq_len int' in found.stdout and '124m' in found.stdout
+        elif '--export' in args:
+            found = launch(checkout, *args)
+            assert 'wrote hf/mine' in found.stdout
         elif args[:1] == ['train_gpt.py']:
-            found = launch(checkout, *args, *SMALL, '--steps', 2)
+            small = SMALL[SMALL.index('--seq_len'):] if '--init_from' in args else SMALL
+            found = launch(checkout, *args, *small, '--steps', 2)
             assert 'step 2: validation loss' in found.stdout and 'step 2: wrote' in found.stdout
         elif args:  # the bare command follows below
             found = launch(checkout, *args)
@@ -132,3 +146,11 @@ def test_the_bare_command_over_many_steps_keeps_its_memory(checkout):
     kept = sorted(p.name for p in (checkout / 'out/many/ckpt').iterdir())
     assert kept == ['step_00000550', 'step_00000600']  # --keep 2
     assert (checkout / 'out/many/samples/step_00000600.txt').read_text() in found.stdout
+
+
+def test_the_lines_of_python(checkout):
+    """What loads an export, as it stands there, with the export that the commands before made."""
+    code, = re.findall(r'```python\n(.*?)```', README, re.S)
+    done = subprocess.run([sys.executable, '-c', code.replace('max_new_tokens=100', 'max_new_tokens=5')], cwd=checkout,
+                          text=True, capture_output=True)
+    assert done.returncode == 0 and 'The king' in done.stdout, done.stderr

@@ -322,7 +322,7 @@ def test_a_record_without_a_checkpoint_is_kept(data, tmp_path):
     """Somebody moved ckpt/ away: the run begins anew, and says so."""
     (tmp_path / 'metrics.jsonl').write_text('{"step": 7, "loss": 1.0}\n')
     code, stdout, _ = run(tmp_path, data, '--steps', 1, '--sample_tokens', 0)
-    assert code == 0 and 'there is a record but no checkpoint' in stdout and len(metrics(tmp_path)[0]) == 1
+    assert code == 0 and 'there is a record, but nothing to go on from' in stdout and len(metrics(tmp_path)[0]) == 1
     assert (tmp_path / 'metrics.jsonl.old').read_text() == '{"step": 7, "loss": 1.0}\n'
 
 
