@@ -38,6 +38,11 @@ def place(tensors, specs, mesh):
     return out
 
 
+def sharding_of(t):
+    import torch_xla
+    return torch_xla._XLAC._get_xla_sharding_spec(t)
+
+
 def save(folder, step, tensors, say=print, keep=9, keep_every=0, **meta):
     with checkpoint.Saver(folder, keep, keep_every, say) as saver:
         saver.save(step, tensors, meta)
@@ -82,7 +87,9 @@ def test_each_part_is_written_once_and_read_onto_any_mesh(devices, tmp_path, see
 
         other = rng.choice(MESHES)
         back = place({n: torch.zeros_like(t) for n, t in tensors.items()}, specs, runtime.make_mesh(other, 8))
+        sharding = {n: s for n, t in back.items() if 'devices' in (s := sharding_of(t))}
         checkpoint.load(path, back)
+        assert len(sharding) > 3 and sharding == {n: sharding_of(back[n]) for n in sharding}  # and so never gathered
         assert all(torch.equal(back[n].cpu(), t) for n, t in tensors.items()), (mesh, other, specs)
 
 
