@@ -190,7 +190,7 @@ def options_of(cls: type, path: str, meta: dict[str, Any], shape: Sequence[str])
     then = meta['config']
     if lacking := [k for k in shape if k not in then]:
         raise UserError(f'{path}/meta.json: its config lacks {", ".join(lacking)}: another script wrote it')
-    wrong = [f.name for f in fields(cls) if f.name in then and 
+    wrong = [f.name for f in fields(cls) if f.name in then and
              not isinstance(then[f.name], (float, int) if f.type is float else f.type)]
     if wrong:
         raise UserError(f'{path}/meta.json: {", ".join(wrong)} of its config cannot be used: it was edited')
