@@ -62,6 +62,8 @@ class Config:
     dropout: float = 0.0  # of each layer's two outputs; 0 for pre-training: masks cost memory
     z_loss: float = 0.0  # weight of log(sum(exp(logits)))^2, which keeps logits small; 1e-4 is usual
     dtype: str = 'auto'  # of the matmuls: bfloat16, float32, or auto = bfloat16 on TPU and float32 on CPU
+    attention: str = 'auto'  # splash (a TPU's kernel), plain, or auto = splash on TPU and plain on CPU
+    remat: str = 'none'  # what the backward pass computes again to save memory: none, dots, attn or block, see REMAT
     scan: bool = True  # one compiled layer run L times; false unrolls the layers: slow to compile, for comparison
 
     steps: int = 1000  # updates in all
@@ -129,6 +131,10 @@ def check(cfg: Config):
         raise UserError(f"--schedule {cfg.schedule}: expected 'cosine' or 'wsd'")
     if cfg.dtype not in ('auto', 'float32', 'bfloat16'):
         raise UserError(f"--dtype {cfg.dtype}: expected 'auto', 'float32' or 'bfloat16'")
+    if cfg.attention not in ('auto', 'splash', 'plain'):
+        raise UserError(f"--attention {cfg.attention}: expected 'auto', 'splash' or 'plain'")
+    if cfg.remat not in REMAT or cfg.remat != 'none' and not cfg.scan:
+        raise UserError(f"--remat {cfg.remat}: expected one of {', '.join(REMAT)}; without --scan only 'none'")
     if cfg.heads % cfg.kv_heads:
         raise UserError(f'--heads {cfg.heads} --kv_heads {cfg.kv_heads}: each key/value head serves the same number of '
                         f'query heads, so the second must divide the first')
@@ -148,6 +154,11 @@ def check(cfg: Config):
     if cfg.global_batch % cfg.accumulate:
         raise UserError(f'--global_batch {cfg.global_batch} --accumulate {cfg.accumulate}: the second must divide the '
                         f'first')
+
+
+# What the forward pass keeps of each layer besides its input (None: everything), by the names of PyTorch's operators; the
+# backward pass computes the rest again. dots: the results of the weights' matmuls, and of splash attention.
+REMAT = {'none': None, 'dots': ('aten.mm.', 'nano.splash_forward.'), 'attn': ('nano.splash_forward.',), 'block': ()}
 
 
 # ---- Model: weights are stacked over layers, so that one compiled layer serves them all ----
@@ -202,7 +213,11 @@ class GPT(torch.nn.Module):
         if cfg.tied:
             self.head_VD = self.embed_VD
         self.layer_names = [name for name in weights if '_L' in name]
-        self.run_layer = partial(layer, cfg, mesh)  # one object for ever: scan caches what it traced by it
+        # One object each for ever: scan caches what it traced by them.
+        self.run_layer, self.remat = partial(layer, cfg, mesh), []
+        if REMAT[cfg.remat] is not None:
+            from nano.scan import keep
+            self.remat = [keep(*REMAT[cfg.remat])]
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """Token ids -> the vectors x_BTD before the head."""
@@ -218,7 +233,7 @@ class GPT(torch.nn.Module):
                                       (None, BATCH, None, None))
         if cfg.scan:
             from nano.scan import scan
-            x_BTD = scan(self.run_layer, x_BTD, stacked)
+            x_BTD = scan(self.run_layer, x_BTD, stacked, *self.remat)
         else:
             for one in zip(*(w.unbind() for w in stacked.values())):
                 x_BTD = self.run_layer(x_BTD, dict(zip(stacked, one)))
@@ -240,7 +255,14 @@ def layer(cfg: Config, mesh, x_BTD: torch.Tensor, w: dict[str, torch.Tensor]) ->
     if cfg.qk_norm:
         q_BTHC = rms_norm(q_BTHC, w['q_norm_LC'], cfg.norm_eps)
         k_BTKC = rms_norm(k_BTKC, w['k_norm_LC'], cfg.norm_eps)
-    a_BTX = attention(rope(cfg, q_BTHC), rope(cfg, k_BTKC), v_BTKC)
+    q_BTHC, k_BTKC = rope(cfg, q_BTHC), rope(cfg, k_BTKC)
+    if uses_splash(cfg):
+        from nano import splash
+        a_BHTC = splash.attention(q_BTHC.transpose(1, 2) * C ** -0.5, k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2),
+                                  mesh, (BATCH, 'tensor'))
+        a_BTX = a_BHTC.transpose(1, 2).reshape(B, T, cfg.heads * C)
+    else:
+        a_BTX = attention(q_BTHC, k_BTKC, v_BTKC)
     a_BTD = matmul(a_BTX, w['wo_LXD'])
     x_BTD = x_BTD + (a_BTD * w['drop_attn_LBTD'] if 'drop_attn_LBTD' in w else a_BTD)
     h_BTD = rms_norm(x_BTD, w['mlp_norm_LD'], cfg.norm_eps)
@@ -301,6 +323,10 @@ def attention(q_BTHC: torch.Tensor, k_BTKC: torch.Tensor, v_BTKC: torch.Tensor) 
         att_BKGQS = torch.where(at[start:end, None] >= at[:end], att_BKGQS, -1e30).softmax(-1).to(v_BKSC.dtype)
         out.append((att_BKGQS.view(B, K, G * Q, end) @ v_BKSC[:, :, :end]).view(B, K, G, Q, C))
     return torch.cat(out, 3).permute(0, 3, 1, 2, 4).reshape(B, T, H * C)
+
+
+def uses_splash(cfg: Config) -> bool:
+    return cfg.attention == 'splash' or cfg.attention == 'auto' and cfg.device == 'tpu'
 
 
 def matmul_dtype(cfg: Config) -> torch.dtype:

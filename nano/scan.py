@@ -5,14 +5,40 @@ It does the lowering at every step, in Python, and it makes the backward loop ho
 their sharding. Here the While of the first call is kept and called again, and sharding is left to the layer, which says
 it itself (`mark_sharding_with_gradients`). Host time for a step is then the same at any depth.
 """
+import operator
 from typing import Callable
 
 import torch
 import torch_xla
 from functorch.compile import default_partition
+from torch._functorch import partitioners
 from torch_xla.experimental.scan import _scan_impl_pytree, tree_flatten_none, value_and_grad_partitioned
 
 _traced = {}  # (layer, partition_fn, shapes and types) -> the forward and the backward loop
+
+
+def keep(*ops: str) -> Callable:
+    """A rule of rematerialization: of each layer the forward loop saves its input and the results of these operators
+    (such as 'aten.mm'), and the backward loop computes the rest again. Without operators that is all of the layer."""
+
+    def partition(joint: torch.fx.GraphModule, _inputs, *, num_fwd_outputs: int, **_):
+        inputs = [n for n in joint.graph.nodes if n.op == 'placeholder' and n.name.startswith('primals')]
+        outputs, _, described, _ = partitioners._extract_fwd_bwd_outputs(joint, num_fwd_outputs=num_fwd_outputs)
+        forward = partitioners._extract_graph_with_inputs_outputs(joint.graph, inputs, outputs, described, 'forward')
+        in_forward = {n.name for n in forward.nodes}
+        saved = [n for n in joint.graph.nodes if n.name in in_forward and any(op in source(n) for op in ops)]
+        return partitioners._extract_fwd_bwd_modules(joint, inputs + saved, saved_sym_nodes=[],
+                                                     num_fwd_outputs=num_fwd_outputs)
+
+    def source(node: torch.fx.Node) -> str:
+        """The operator that made the tensor; one with several results is seen through the picking of one of them."""
+        if node.op != 'call_function':
+            return ''
+        picks = node.target is operator.getitem
+        several = not picks and all(user.target is operator.getitem for user in node.users) and node.users
+        return '' if several else f'{node.args[0].target if picks else node.target}.'
+
+    return partition
 
 
 def scan(layer: Callable, x: torch.Tensor, stacked: dict[str, torch.Tensor],
@@ -21,8 +47,7 @@ def scan(layer: Callable, x: torch.Tensor, stacked: dict[str, torch.Tensor],
 
     `layer` must be the same object at each call, keep x's shape, and do nothing but compute from its arguments: random
     numbers inside would be the same ones in each layer. `partition_fn` decides what the forward loop saves for the
-    backward loop and what is computed again. The default saves all, about 45 tensors a layer;
-    `functorch.compile.min_cut_rematerialization_partition` saves memory and made a CPU's step 1.3 times longer.
+    backward loop and what is computed again: the default saves all, about 45 tensors a layer, see `keep` for others.
     """
     key = (layer, partition_fn, x.shape, x.dtype, torch.is_grad_enabled(),
            *((name, w.shape, w.dtype, w.requires_grad) for name, w in stacked.items()))

@@ -1,0 +1,104 @@
+"""Splash attention, jax's Pallas kernel for TPUs, as a differentiable PyTorch function: under SPMD and inside scan.
+
+The kernel never holds the T x T scores. torch_xla's own wrapper copies keys and values to every query head and runs the
+forward kernel once more in the backward pass; here grouped heads are the kernel's own, and the forward pass hands the
+backward pass its logsumexp. jax only writes the program, for a mesh without devices: so it needs none of its own.
+"""
+import json
+from functools import cache
+
+import torch
+import torch_xla
+from torch_xla._internal.jax_workarounds import maybe_get_jax
+from torch_xla.core import xla_builder
+
+BLOCK = 1024  # queries and keys that the kernel holds at a time in VMEM, or all of a shorter sequence
+INTERPRET = False  # compute what the kernel would, on a CPU: for tests
+
+
+def attention(q_BHTC: torch.Tensor, k_BKTC: torch.Tensor, v_BKTC: torch.Tensor, mesh, spec: tuple) -> torch.Tensor:
+    """Causal attention -> a_BHTC; query head h uses key/value head h // (H / K). Scores are q @ k, not scaled.
+
+    `spec`: the mesh axes of B and H, such as (('data', 'fsdp'), 'tensor'), which must divide B, H and K. `mesh` may be
+    any torch_xla mesh. Raises ValueError for sequences that the kernel cannot cut into blocks.
+    """
+    T = q_BHTC.shape[2]
+    if T % 128 or T > BLOCK and T % BLOCK:
+        raise ValueError(f'splash attention wants a sequence length that is a multiple of 128, and of {BLOCK} above '
+                         f'that: {T} is not')
+    where = json.dumps([mesh.axis_names, mesh.mesh_shape, spec])
+    return _forward(q_BHTC, k_BKTC, v_BKTC, where)[0]
+
+
+@torch.library.custom_op('nano::splash_forward', mutates_args=())
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(_program('forward', where, q, k, v))
+
+
+@_forward.register_fake
+def _(q, k, v, where):
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op('nano::splash_backward', mutates_args=())
+def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor,
+              grad: torch.Tensor, where: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(_program('backward', where, q, k, v, out, logsumexp, grad))
+
+
+@_backward.register_fake
+def _(q, k, v, out, logsumexp, grad, where):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, ctx.where = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _gradients(ctx, grad, _):
+    return *_backward(*ctx.saved_tensors, grad.contiguous(), ctx.where), None
+
+
+_forward.register_autograd(_gradients, setup_context=_setup)
+
+
+def _program(direction: str, where: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    computation = _lower(direction, where, tuple((tuple(t.shape), str(t.dtype)[6:]) for t in tensors))
+    return torch_xla._XLAC._xla_user_computation(f'xla::splash_{direction}', tensors, computation)
+
+
+@cache
+def _lower(direction: str, where: str, inputs: tuple):
+    """The kernel of one direction as an XLA computation; `inputs`: (shape, type) of each."""
+    jax = maybe_get_jax()
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+    axes, sizes, (rows, heads) = json.loads(where)
+    spec = jax.sharding.PartitionSpec(tuple(rows) if isinstance(rows, list) else rows, heads)
+
+    def one_device(q, k, v, *rest):
+        _, H, T, _ = q.shape
+        b = min(T, BLOCK)
+        blocks = splash_attention_kernel.BlockSizes(
+            block_q=b, block_kv=b, block_kv_compute=min(T, 512), block_q_dkv=b, block_kv_dkv=b,
+            block_kv_dkv_compute=min(T, 512), use_fused_bwd_kernel=True)
+        mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((T, T))] * H)
+        kernel = splash_attention_kernel.make_splash_mha(
+            mask=mask, head_shards=1, q_seq_shards=1, block_sizes=blocks, save_residuals=direction == 'forward',
+            interpret=INTERPRET)
+        if direction == 'forward':
+            out, (logsumexp,) = jax.vmap(kernel)(q, k, v)
+            return out, logsumexp
+
+        def gradients(q, k, v, out, logsumexp, grad):
+            saved = q, k, v, None, None, out, logsumexp, None, kernel.dkv_mask_info
+            return splash_attention_kernel._splash_attention_bwd(**kernel.kwargs, res=saved, do=grad)[3:6]
+
+        return jax.vmap(gradients)(q, k, v, *rest)
+
+    mesh = jax.sharding.AbstractMesh(tuple(sizes), tuple(axes))
+    program = jax.shard_map(one_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    traced = jax.jit(program).trace(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in inputs))
+    lowered = traced.lower(lowering_platforms=('cpu' if INTERPRET else 'tpu',))
+    proto = lowered.compiler_ir('hlo').as_serialized_hlo_module_proto()
+    return xla_builder.computation_from_module_proto(f'splash_{direction}', proto)
