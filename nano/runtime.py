@@ -20,14 +20,9 @@ import numpy as np
 from packaging.requirements import Requirement
 
 from nano import UserError, say
+from nano.chips import CHIP_NAMES, CHIPS
 
 AXES = ('data', 'fsdp', 'tensor')
-
-# Peak bf16 TFLOP/s of a chip: cloud.google.com/tpu/docs, pages "v4", "v5e", "v5p" and "v6e".
-PEAK_TFLOPS = {'v4': 275., 'v5e': 197., 'v5p': 459., 'v6e': 918.}
-# What the runtime calls these chips, in `xr.global_runtime_device_attributes()` and in the PJRT device kind.
-CHIP_NAMES = {'TPU v4': 'v4', 'TPU v5 lite': 'v5e', 'TPU v5e': 'v5e', 'TPU v5p': 'v5p', 'TPU v5': 'v5p',
-              'TPU v6 lite': 'v6e', 'TPU v6e': 'v6e'}
 
 # These make torch_xla compute in bfloat16 behind the script's back: the most negative float32 becomes minus infinity
 # (pytorch/xla#4152) and sums stop growing at 256 (pytorch/xla#2425).
@@ -52,7 +47,7 @@ class Runtime:
     @property
     def peak_flops(self) -> float | None:
         """bf16 FLOP/s of all chips together; None on CPU, which has no figure to compare with."""
-        return PEAK_TFLOPS[self.kind] * 1e12 * self.n_devices if self.kind in PEAK_TFLOPS else None
+        return CHIPS[self.kind].peak_tflops * 1e12 * self.n_devices if self.kind in CHIPS else None
 
 
 def process_index_and_count() -> tuple[int, int]:
