@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nano import UserError, checkpoint, config, hf, resume, runtime, shards
+from nano import UserError, aot, checkpoint, config, hf, plan, resume, runtime, shards
 from nano.tokenizer import load_tokenizer
 from nano.track import Meter, Tracker
 
@@ -200,6 +200,15 @@ def weight_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
     absent |= set() if cfg.qk_norm else {'q_norm_LC', 'k_norm_LC'}
     absent |= set() if cfg.qkv_bias else {'q_bias_LX', 'k_bias_LY', 'v_bias_LY'}
     return {name: tuple(sizes[letter] for letter in name.split('_')[-1]) for name in SHARDING if name not in absent}
+
+
+FLOPS_RULE = '6 P + 6 L H C T for a token: P without the embedding table, causal attention'
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Forward and backward, as FLOPS_RULE says: of causal attention half counts (PaLM's appendix B counts all of it)."""
+    n_matmul = sum(math.prod(shape) for name, shape in weight_shapes(cfg).items() if cfg.tied or name != 'embed_VD')
+    return 6 * n_matmul + 6 * cfg.layers * cfg.heads * cfg.head_size * cfg.seq_len
 
 
 class GPT(torch.nn.Module):
@@ -382,6 +391,16 @@ def build(cfg: Config, mesh, device) -> tuple[GPT, dict[str, torch.Tensor]]:
     return GPT(cfg, weights, mesh), state
 
 
+def check_batch(cfg: Config, mesh) -> int:
+    """Returns how many parts the rows of a batch are in."""
+    row_shards = mesh.mesh_shape[0] * mesh.mesh_shape[1]
+    if cfg.global_batch % (row_shards * cfg.accumulate):
+        least = row_shards * cfg.accumulate
+        raise UserError(f'--global_batch {cfg.global_batch}: must be a multiple of {least} = {row_shards} (data x '
+                        f'fsdp) x {cfg.accumulate} (--accumulate), such as {-(-cfg.global_batch // least) * least}')
+    return row_shards
+
+
 def check_model(cfg: Config, model: GPT, state: dict, mesh, say):
     """Guards against training that goes wrong without an error: each has cost somebody a run."""
     weights = dict(model.named_parameters())
@@ -519,9 +538,11 @@ def sample(cfg: Config, model: GPT, tokenizer, vocab_size: int, separator: int, 
 
 def main(argv: list[str] | None = None):
     try:
-        cfg = config.parse(Config, PRESETS, argv, __doc__, partial(resume.options_of_source, shape=SHAPE),
-                           ('out', 'data', 'init_from', 'export'))
+        cfg, planning = config.parse(Config, PRESETS, argv, __doc__, partial(resume.options_of_source, shape=SHAPE),
+                                     ('out', 'data', 'init_from', 'export'), plan.Options)
         check(cfg)
+        if planning.plan:
+            return plan.run(planning, with_vocabulary(cfg), step_to_plan, dict(remat=list(REMAT)))
         if cfg.export:
             return export(cfg)
         cfg = find_data(cfg)
@@ -562,11 +583,7 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
     checkpoint.check_shared(folder.out, save_group, start.path)
     until_the_end.enter_context(folder.held(rt.main, start.path if start.goes_on else None))
     mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
-    row_shards = mesh.mesh_shape[0] * mesh.mesh_shape[1]
-    if cfg.global_batch % (row_shards * cfg.accumulate):
-        least = row_shards * cfg.accumulate
-        raise UserError(f'--global_batch {cfg.global_batch}: must be a multiple of {least} = {row_shards} (data x '
-                        f'fsdp) x {cfg.accumulate} (--accumulate), such as {-(-cfg.global_batch // least) * least}')
+    row_shards = check_batch(cfg, mesh)
 
     track = Tracker(folder.local, cfg.steps, start_step, rt.main, asdict(cfg), cfg.wandb, rt.process_index,
                     meta['owed'])
@@ -598,9 +615,6 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
     torch_xla.sync()  # what was loaded is on the devices before the first graph that reads it
 
     n_weights = sum(w.numel() for w in weights.values())
-    n_matmul = n_weights - (0 if cfg.tied else model.embed_VD.numel())
-    # Forward and backward; attention is causal, so half of it counts (PaLM's appendix B counts all of it).
-    flops_per_token = 6 * n_matmul + 6 * cfg.layers * cfg.heads * cfg.head_size * cfg.seq_len
     tokens_per_step = cfg.global_batch * cfg.seq_len
     say(f'{n_weights / 1e6:.1f}M parameters on a mesh (data, fsdp, tensor) = {mesh.mesh_shape}; {tokens_per_step:,} '
         f'tokens a step: {cfg.global_batch} sequences = {row_shards} (data x fsdp) x {cfg.accumulate} (micro-batches) '
@@ -676,7 +690,7 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
         track.progress(step, loss, tokens_per_s)
         if logs := step % cfg.log_every == 0 or step in (start_step + 1, cfg.steps):
             track.log(step, loss=loss, grad_norm=norm, tokens=tokens_at(step), tokens_per_s=tokens_per_s,
-                      mfu=tokens_per_s * flops_per_token / rt.peak_flops if rt.peak_flops else None,
+                      mfu=tokens_per_s * flops_per_token(cfg) / rt.peak_flops if rt.peak_flops else None,
                       wall_s=time.perf_counter() - started, skipped=not ok, rss_gb=runtime.rss_gb(), **more)
         return logs
 
@@ -748,7 +762,34 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
         say(f'\nA sample after {step} steps:\n\n{text}')
 
 
-# ---- To HuggingFace's format, and the default data ----
+# ---- A plan, an export, and the default data ----
+
+def step_to_plan(cfg: Config, mesh, device) -> aot.Step:
+    """What --plan compiles: the step that a run makes, on weights that hold nothing."""
+    import torch_xla.distributed.spmd as xs
+    check_batch(cfg, mesh)
+    model, state = build(cfg, mesh, device)
+    batch = {name: torch.zeros((cfg.global_batch, cfg.seq_len), dtype=torch.int32, device=device)
+             for name in ('ids_BT', 'targets_BT')}
+    for t in batch.values():
+        xs.mark_sharding(t, mesh, (BATCH, None))
+    lr = torch.zeros(1, device=device)
+    tokens = cfg.global_batch * cfg.seq_len
+    return aot.Step(dict(model.named_parameters()), state, batch | dict(lr=lr),
+                    lambda: train_step(cfg, model, state, *batch.values(), lr), 'tokens', tokens, cfg.steps,
+                    flops_per_token(cfg) * tokens, FLOPS_RULE)
+
+
+def with_vocabulary(cfg: Config) -> Config:
+    """For a plan, which needs no data: the vocabulary of those that are there, else GPT-2's."""
+    if cfg.vocab_size:
+        return cfg
+    if os.path.exists(os.path.join(cfg.data, 'manifest.json')):
+        return replace(cfg, vocab_size=shards.load_manifest(cfg.data)['vocab_size'])
+    print(f'{cfg.data} is not there: planned with a vocabulary of 50,257, as GPT-2\'s (--vocab_size for another)')
+    return replace(cfg, vocab_size=50257)
+
+
 
 def export(cfg: Config):
     """Writes the newest weights of a run, for which no device is asked, one stacked weight at a time."""

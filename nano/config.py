@@ -32,19 +32,22 @@ BOOLS = {'true': True, 'yes': True, '1': True, 'false': False, 'no': False, '0':
 
 def parse(cls: type[T], presets: dict[str, dict[str, Any]], argv: Sequence[str] | None = None,
           doc: str | None = None, more: Callable[[dict[str, Any]], dict[str, Any]] = lambda chosen: {},
-          paths: Sequence[str] = ()) -> T:
+          paths: Sequence[str] = (), beside: type | None = None) -> Any:
     """Fills the dataclass `cls` from argv (None: the command line); `doc` heads the --help text. `more` is called with
     all values and returns some that win over defaults and preset, but not over the command line. In `paths` a leading
-    ~ is the home folder, which no shell replaces in --out=~/x.
+    ~ is the home folder, which no shell replaces in --out=~/x. `beside` is a dataclass with options of another purpose,
+    which presets do not set: then both are returned.
 
     An unknown option or a value of the wrong type ends the program: one line on stderr, exit code 2.
     """
-    types = get_type_hints(cls)
+    mine, others = get_type_hints(cls), get_type_hints(beside) if beside else {}
     for name, preset in presets.items():  # a slip in the script itself, no user's error
-        assert preset.keys() <= types.keys(), f'preset {name} names no field: {sorted(preset.keys() - types.keys())}'
+        assert preset.keys() <= mine.keys(), f'preset {name} names no field: {sorted(preset.keys() - mine.keys())}'
+    assert not mine.keys() & others.keys(), f'options twice: {sorted(mine.keys() & others.keys())}'
+    types = mine | others
     args = list(sys.argv[1:] if argv is None else argv)
     if '-h' in args or '--help' in args:
-        print(_help(cls, presets, doc))
+        print(_help([cls, beside] if beside else [cls], presets, doc))
         sys.exit(0)
 
     given: dict[str, Any] = {}
@@ -73,8 +76,10 @@ def parse(cls: type[T], presets: dict[str, dict[str, Any]], argv: Sequence[str] 
     if empty := [name for name in paths if given.get(name) == '']:  # a variable of the shell that is not set
         _fail(f'--{empty[0]} needs a folder')
     given |= {name: os.path.expanduser(given[name].removeprefix('file://')) for name in paths if name in given}
+    aside = {name: given.pop(name) for name in others if name in given}
     values = {**dataclasses.asdict(cls()), **presets.get(chosen, {})}
-    return cls(**{**values, **more({**values, **given}), **given})
+    filled = cls(**{**values, **more({**values, **given}), **given})
+    return (filled, beside(**aside)) if beside else filled
 
 
 def save_config(cfg: Any, path: str | Path) -> None:
@@ -155,10 +160,11 @@ def _comments(cls: type) -> dict[str, str]:
     return found
 
 
-def _help(cls: type, presets: dict[str, dict[str, Any]], doc: str | None) -> str:
-    comments, types = _comments(cls), get_type_hints(cls)
+def _help(classes: list[type], presets: dict[str, dict[str, Any]], doc: str | None) -> str:
+    fields = [(f, get_type_hints(cls)[f.name], _comments(cls).get(f.name, '')) for cls in classes
+              for f in dataclasses.fields(cls)]
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    indent = 6 + max(len(f'{f.name} {types[f.name].__name__}') for f in dataclasses.fields(cls))
+    indent = 6 + max(len(f'{f.name} {kind.__name__}') for f, kind, _ in fields)
 
     def entry(head: str, text: str) -> str:
         return textwrap.fill(text, width, initial_indent=f'  {head}'.ljust(indent), subsequent_indent=' ' * indent,
@@ -166,9 +172,9 @@ def _help(cls: type, presets: dict[str, dict[str, Any]], doc: str | None) -> str
 
     lines = [inspect.cleandoc(doc), ''] if doc else []
     lines.append('Options, as --name value or --name=value:')
-    for f in dataclasses.fields(cls):
-        default = str(f.default).lower() if types[f.name] is bool else repr(f.default)
-        lines.append(entry(f'--{f.name} {types[f.name].__name__}', f'{comments.get(f.name, "")} (default {default})'))
+    for f, kind, comment in fields:
+        default = str(f.default).lower() if kind is bool else repr(f.default)
+        lines.append(entry(f'--{f.name} {kind.__name__}', f'{comment} (default {default})'))
     if presets:
         lines += ['', 'Presets (options given beside one win):']
         for name, preset in presets.items():

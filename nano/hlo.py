@@ -11,6 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
+from nano.chips import Chip
+
 BYTES = {'pred': 1, 's4': .5, 'u4': .5, 's8': 1, 'u8': 1, 's16': 2, 'u16': 2, 'bf16': 2, 'f16': 2, 's32': 4, 'u32': 4,
          'f32': 4, 's64': 8, 'u64': 8, 'f64': 8, 'c64': 8}
 COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
@@ -137,3 +139,312 @@ def convolution_flops(instruction: Instruction, computation: Computation) -> flo
         at = np.arange(n_out)[:, None] * stride - pad + np.arange(size) * rhs_dilate
         valid *= int(((at >= 0) & (at < (n_in - 1) * lhs_dilate + 1) & (at % lhs_dilate == 0)).sum())
     return 2 * valid * out[out_label.index('b')] * out[out_label.index('f')] * rhs[rhs_label.index('i')]
+
+
+@dataclass
+class Network:
+    """A slice's links. `coords`: where each device of the mesh stands in the torus."""
+    coords: list[tuple[int, ...]]
+    wrap: tuple[bool, ...]
+    link_gbs: float  # one way
+
+    def links(self, group: list[int]) -> int:
+        """Links that a chip sends on at once in a collective of the group: one for each dimension of the torus that the
+        group extends along, two where it closes to a ring."""
+        at = np.array([self.coords[i % len(self.coords)] for i in group])
+        return sum(1 + bool(w) for d, w in enumerate(self.wrap) if len(set(at[:, d])) > 1) or 1
+
+    def seconds(self, op: str, n_bytes: float, group: list[int]) -> float:
+        """Time of a collective whose largest operand or result has `n_bytes`."""
+        n, links = len(group), self.links(group)
+        if op == 'collective-permute':
+            links = 1  # to one neighbor; those that are further away are passed on
+        return moved(op, n_bytes, n) / (LINK_SHARE * links * self.link_gbs * 1e9)
+
+
+def moved(op: str, n_bytes: float, n: int) -> float:
+    """Bytes that each of n chips sends in a collective by the ring algorithms (Chan et al. 2007)."""
+    if op == 'collective-permute':
+        return n_bytes
+    return n_bytes * (n - 1) / n * (2 if op == 'all-reduce' else 1)
+
+
+LINK_SHARE = 0.93  # of a link's bandwidth that collectives get
+MXU_SHARE = 0.90  # of the peak, in large matmuls: jax-ml.github.io/scaling-book and tpu-recipes' microbenchmarks
+# Of the peak, what Pallas attention kernels reach in the blocks that they compute, with heads of 128; smaller heads fill
+# only a part of the matrix unit.
+KERNEL_SHARE = {'forward': 0.62, 'backward': 0.56}
+HBM_SHARE = 0.85  # of the bandwidth, in long copies: 1360 of v6e's 1638 GB/s in tpu-recipes' microbenchmarks
+FREE = {'parameter', 'constant', 'get-tuple-element', 'tuple', 'bitcast', 'partition-id', 'replica-id', 'after-all',
+        'opt-barrier', 'iota', 'domain'}
+
+
+@dataclass
+class Collective:
+    op: str
+    n_bytes: float  # each chip sends, at each of the `times`
+    group: tuple[int, ...]
+    seconds: float
+    times: float = 1
+    op_name: str = ''
+
+
+@dataclass
+class Cost:
+    """What a piece of the program takes: seconds by kind, at the compiler's own estimate (`slow`) and at what the chip
+    could do (`fast`)."""
+    slow: dict[str, float] = field(default_factory=dict)
+    fast: dict[str, float] = field(default_factory=dict)
+    flops: float = 0.
+    hbm_bytes: float = 0.
+
+    def add(self, kind: str, slow: float, fast: float, times: float = 1):
+        self.slow[kind] = self.slow.get(kind, 0) + slow * times
+        self.fast[kind] = self.fast.get(kind, 0) + fast * times
+
+    def add_all(self, other: 'Cost', times: float):
+        for kind in other.slow:
+            self.add(kind, other.slow[kind], other.fast[kind], times)
+        self.flops += other.flops * times
+        self.hbm_bytes += other.hbm_bytes * times
+
+
+class Program:
+    """A scheduled program on one chip."""
+
+    def __init__(self, text: str, chip: Chip, network: Network):
+        self.computations, self.entry = parse(text)
+        self.chip, self.network = chip, network
+        self.collectives: list[Collective] = []
+        self.uncosted: list[str] = []  # kernels that no rule here knows: they count as nothing
+        self._inner = {}
+
+    # ---- What one instruction does ----
+
+    def inner(self, name: str) -> tuple[float, list[tuple[Instruction, Computation]]]:
+        """(FLOPs, collectives) inside a fused computation, those that it calls included."""
+        if name not in self._inner:
+            flops, found = 0., []
+            computation = self.computations[name]
+            for i in computation.instructions:
+                if i.op in ('convolution', 'dot'):
+                    flops += convolution_flops(i, computation)
+                elif i.op.removesuffix('-start') in COLLECTIVES:
+                    found.append((i, computation))
+                if i.op in ('fusion', 'call', 'async-start') and i.calls in self.computations:
+                    more = self.inner(i.calls)
+                    flops, found = flops + more[0], found + more[1]
+            self._inner[name] = flops, found
+        return self._inner[name]
+
+    def attention_kernel(self, i: Instruction, computation: Computation) -> tuple[float, float]:
+        """(FLOPs that a Pallas attention kernel does, the share of the peak at which it does them). jax's splash and
+        flash attention, causal: whole blocks above the diagonal are left out. Other kernels: (0, 1), and noted."""
+        operands = [computation.by_name[name].results[0] for name in i.operands if name in computation.by_name]
+        q, k = ([a.dims for a in operands if len(a.dims) >= 4] + [None, None])[:2]
+        known = re.search(r'splash_m[hq]a_(fwd|dkv|dq)|flash_attention_?(dkv|dq)?', i.name + ' ' + i.op_name)
+        if not known or not k:
+            self.uncosted.append(i.op_name.rsplit('/', 1)[-1] or i.name)
+            return 0., 1.
+        T, S, C = q[-2], k[-2], q[-1]
+        what = known[1] or known[2] or 'fwd'
+        fused = 'use_fused_bwd_kernel_True' in i.name
+        matmuls = {'fwd': 2, 'dkv': 5 if fused else 4, 'dq': 3}[what]
+        suffix = '' if what == 'fwd' else f'_{what}'
+        block = [int(m[1]) if (m := re.search(rf'block_{side}{suffix}_(\d+)', i.name)) else 512 for side in ('q', 'kv')]
+        # With rows of `a` queries and columns of `b` keys: those below or on the diagonal.
+        a, b = min(block[0], T), min(block[1], S)
+        done = sum(min(S, -(-(row + a) // b) * b) * a for row in range(0, T, a)) / (T * S)
+        share = KERNEL_SHARE['forward' if what == 'fwd' else 'backward'] * min(1, C / 128)
+        return matmuls * 2 * math.prod(q[:-2]) * T * S * C * done, share
+
+    def hbm_traffic(self, i: Instruction, computation: Computation) -> float:
+        """Bytes that the instruction reads from and writes to HBM: slices of what it only slices."""
+        fused = self.computations.get(i.calls) if i.op == 'fusion' else None
+        total = 0.
+        for number, name in enumerate(i.operands):
+            source = computation.by_name.get(name)
+            if source is None:
+                continue
+            arrays = [a for a in source.results if a.space == 0]
+            n_bytes = sum(a.bytes for a in arrays)
+            if fused and n_bytes:
+                parameter = next((p for p in fused.instructions if p.op == 'parameter' and p.operands[0] == str(number)),
+                                 None)
+                users = [u for u in fused.instructions if parameter and parameter.name in u.operands]
+                if users and all(u.op in ('dynamic-slice', 'slice', 'gather') for u in users):
+                    n_bytes = min(n_bytes, sum(u.results[0].bytes for u in users))
+                elif users and all(u.op == 'dynamic-update-slice' and u.operands[0] == parameter.name for u in users):
+                    n_bytes = 0.  # written in place
+            elif i.op in ('dynamic-slice', 'slice', 'gather'):
+                n_bytes = min(n_bytes, i.results[0].bytes)
+            elif i.op == 'dynamic-update-slice' and number == 0:
+                n_bytes = 0.
+            total += n_bytes
+        written = [a for a in i.results if a.space == 0]
+        out = sum(a.bytes for a in written)
+        updates = [u for u in (fused.instructions if fused else [i]) if u.op == 'dynamic-update-slice']
+        for u in updates:
+            if u.root or len(i.results) > 1:
+                where = fused or computation
+                whole, update = u.results[0].bytes, where.by_name[u.operands[1]].results[0].bytes
+                out -= max(0., whole - update) if written else 0.
+        return total + max(0., out)
+
+    def trips(self, i: Instruction, computation: Computation) -> int:
+        """How often a loop's body runs: from its condition `counter < limit`, its start and its increment."""
+        known = i.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+        if known:
+            return int(known)
+        condition = self.computations[i.attribute(r'condition=%?([\w.\-]+)')]
+        body = self.computations[i.attribute(r'body=%?([\w.\-]+)')]
+
+        def constant(where: Computation, name: str) -> int | None:
+            x = where.by_name.get(name)
+            while x is not None and x.op in ('copy', 'bitcast', 'convert'):
+                x = where.by_name.get(x.operands[0])
+            if x is None or x.op != 'constant':
+                return None
+            return int(x.operands[0]) if re.fullmatch(r'-?\d+', x.operands[0]) else None
+
+        # A 64-bit counter comes as two halves, and then several comparisons: the one that counts is with the limit.
+        while condition.root.op == 'fusion':
+            condition = self.computations[condition.root.calls]
+        at = computation.by_name[i.operands[0]].operands  # what the loop carries, as it begins
+        best = 0
+        for compare in condition.instructions:
+            if compare.op != 'compare' or 'direction=LT' not in compare.attributes:
+                continue
+            counter, other = (condition.by_name[name] for name in compare.operands[:2])
+            limit = constant(condition, other.name)
+            if limit is None and other.op == 'get-tuple-element':  # the limit is carried too
+                limit = constant(computation, at[int(other.attribute(r'index=(\d+)'))])
+            if counter.op != 'get-tuple-element' or not limit:
+                continue
+            index = int(counter.attribute(r'index=(\d+)'))
+            start = constant(computation, at[index]) or 0
+            grown = body.by_name[body.root.operands[index]]
+            while grown.op in ('copy', 'bitcast'):
+                grown = body.by_name[grown.operands[0]]
+            steps = [constant(body, name) for name in grown.operands] if grown.op == 'add' else []
+            step = next((c for c in steps if c), 1)
+            best = max(best, -(-(limit - start) // step))
+        if not best:
+            raise ValueError(f'loop {i.name}: its condition is not understood')
+        return best
+
+    # ---- The schedule, replayed ----
+
+    def cost(self, classify) -> Cost:
+        """The whole program. `classify(instruction, flops, computation)` names the kind of each instruction."""
+        self.collectives, self.uncosted = [], []
+        return self._replay(self.entry, classify, 1.)
+
+    def _replay(self, name: str, classify, times: float) -> Cost:
+        """One pass over a computation. Collectives run beside the instructions between their start and their end, one
+        after the other on the links; what is not hidden so is waited for."""
+        computation, total = self.computations[name], Cost()
+        now, links_free, ends = [0., 0.], [0., 0.], {}  # two clocks: slow, fast
+
+        def begin(found: list[tuple[Instruction, Computation]]) -> list[float]:
+            end = list(now)
+            for c, where in found:
+                seconds = self._collective(c, where, times)
+                for k in (0, 1):
+                    links_free[k] = end[k] = max(links_free[k], now[k]) + seconds
+            return end
+
+        def wait(until: list[float]):
+            waits = [max(0., until[k] - now[k]) for k in (0, 1)]
+            total.add('collectives', *waits)
+            for k in (0, 1):
+                now[k] += waits[k]
+
+        for i in computation.instructions:
+            if i.op in FREE:
+                continue
+            if i.op == 'while':
+                body = i.attribute(r'body=%?([\w.\-]+)')
+                trips = self.trips(i, computation)
+                inside = self._replay(body, classify, times * trips)
+                total.add_all(inside, trips)
+                now = [now[0] + sum(inside.slow.values()) * trips, now[1] + sum(inside.fast.values()) * trips]
+                continue
+            if i.op in ('call', 'conditional') and i.calls in self.computations:
+                inside = self._replay(i.calls, classify, times)
+                total.add_all(inside, 1)
+                now = [now[0] + sum(inside.slow.values()), now[1] + sum(inside.fast.values())]
+                continue
+            base = i.op.removesuffix('-start').removesuffix('-done')
+            if base in COLLECTIVES or i.op in ('async-start', 'async-done'):
+                if i.op.endswith('-done'):
+                    wait(ends.pop(i.operands[0], now))
+                    continue
+                end = begin([(i, computation)] if base in COLLECTIVES else self.inner(i.calls)[1])
+                if i.op.endswith('-start'):
+                    ends[i.name] = end
+                else:
+                    wait(end)
+                continue
+            flops, found = self.inner(i.calls) if i.op == 'fusion' else (
+                convolution_flops(i, computation) if i.op in ('convolution', 'dot') else 0., [])
+            fused = self.computations[i.calls].instructions if i.op == 'fusion' else []
+            targets = ' '.join(f.attributes for f in fused if f.op == 'custom-call')
+            if found and 'AsyncCollectiveStart' in targets:
+                ends[found[0][0].attribute(r'channel_id=(\d+)')] = begin(found)
+                continue
+            if found and 'AsyncCollectiveDone' in targets:
+                wait(ends.pop(found[0][0].attribute(r'channel_id=(\d+)'), now))
+                continue
+            if i.op.endswith(('-start', '-done')):
+                continue  # copies between HBM and VMEM, beside everything else
+            slow = fast = None
+            if i.op == 'custom-call':
+                if 'tpu_custom_call' in i.attributes:
+                    flops, share = self.attention_kernel(i, computation)
+                    slow = fast = flops / (share * self.chip.peak_tflops * 1e12)
+                elif i.cycles is None:
+                    continue
+            if any('async_collective_fusion_config' not in c.attributes for c, _ in found):
+                wait(begin(found))  # a collective with arithmetic fused to it, and not one that is on its way
+            traffic = self.hbm_traffic(i, computation)
+            if slow is None:
+                fast = max(flops / (MXU_SHARE * self.chip.peak_tflops * 1e12),
+                           traffic / (HBM_SHARE * self.chip.hbm_gbs * 1e9))
+                slow = fast if i.cycles is None else i.cycles / (self.chip.clock_ghz * 1e9)
+            total.add(classify(i, flops, computation), slow, fast)
+            total.flops += flops
+            total.hbm_bytes += traffic
+            now = [now[0] + slow, now[1] + fast]
+        wait(links_free)
+        return total
+
+    def _collective(self, c: Instruction, where: Computation, times: float) -> float:
+        op = c.op.removesuffix('-start')
+        sizes = [a.bytes for a in c.results] + [a.bytes for name in c.operands if name in where.by_name
+                                                for a in where.by_name[name].results]
+        if op == 'all-reduce' and not c.op.endswith('-start'):
+            n_bytes = sum(a.bytes for a in c.results)  # several arrays may be reduced as one
+        else:
+            n_bytes = max(sizes)
+        group = groups(c.attributes)[0]
+        seconds = self.network.seconds(op, n_bytes, group)
+        self.collectives.append(Collective(op, moved(op, n_bytes, len(group)), tuple(group), seconds, times, c.op_name))
+        return seconds
+
+
+def groups(attributes: str) -> list[list[int]]:
+    """The groups of devices of a collective; of a permute, one group with all whom it connects."""
+    if pairs := re.search(r'source_target_pairs=\{(.*?)\}\}', attributes):
+        pairs = [tuple(map(int, p.split(','))) for p in re.findall(r'\{(\d+,\d+)', pairs[0])]
+        return [sorted({pairs[0][0], pairs[0][1]})]
+    if listed := re.search(r'replica_groups=\{(\{.*?\})\}', attributes):
+        return [list(map(int, g.split(','))) for g in re.findall(r'\{([0-9,]+)\}', listed[1])]
+    iota = re.search(r'replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?', attributes)
+    if not iota:
+        return [[0]]
+    shape, dims = (list(map(int, x.split(','))) for x in iota.groups()[:2])
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    if iota[3]:
+        ids = ids.transpose(list(map(int, iota[3].split(','))))
+    return ids.reshape(shape).tolist()

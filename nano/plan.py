@@ -1,0 +1,316 @@
+"""--plan: does a run fit on a slice, how fast is it, what does it cost? Asked of the real TPU compiler; nothing is run.
+
+A script offers it with `plan.Options` beside its own options and one function that makes its training step:
+
+    cfg, planning = config.parse(Config, PRESETS, argv, beside=plan.Options)
+    if planning.plan:
+        return plan.run(planning, cfg, step_to_plan, {'remat': REMAT, 'accumulate': ...})
+"""
+import dataclasses
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+from nano import UserError, aot, chips, hlo, runtime, say
+
+GIB = 2**30
+
+
+@dataclass
+class Options:
+    plan: str = ''  # a slice, such as v5e-16 or 2xv5e-256: say whether this run fits there, how fast it would be and what
+                    # it would cost, by the real TPU compiler; needs no TPU, and nothing is run
+    plan_json: str = ''  # with --plan: write all its figures to this file
+    search: bool = False  # with --plan: try meshes, micro-batches and rematerialization, and rank them
+    search_minutes: float = 30.0  # with --search: begin no other attempt after this time
+    tokens: float = 0.0  # with --plan: what to train on, for time and cost; 0 is that of --steps. Images count as tokens
+    price: float = 0.0  # with --plan: USD for a chip for an hour; 0 is the list price
+
+
+def run(options: Options, cfg: Any, make_step: Callable[[Any, Any, Any], aot.Step], vary: dict[str, list]) -> None:
+    """Plans `cfg` on the slice. `make_step(cfg, mesh, device)` makes the script's training step; `vary` are the values
+    that --search may give to options. Raises UserError."""
+    slice_ = chips.find_slice(options.plan)
+    if options.price < 0 or options.tokens < 0:
+        raise UserError('--price and --tokens cannot be negative')
+    if options.plan_json and not Path(options.plan_json).absolute().parent.is_dir():
+        raise UserError(f'--plan_json {options.plan_json}: there is no such folder')
+    cfg = dataclasses.replace(cfg, device='tpu')
+    runtime.check_versions()
+    aot.start(slice_.n_chips)
+    planner = Planner(slice_, make_step, options)
+    if options.search:
+        found = search(planner, cfg, vary, options.search_minutes * 60)
+    else:
+        found = planner.plan(cfg)
+        print(report(found))
+        if not found['fits']:
+            print(advice(planner, cfg, vary, found, options.search_minutes * 60))
+    if options.plan_json:
+        part = Path(options.plan_json + '.part')
+        part.write_text(json.dumps(found, indent=1))
+        part.replace(options.plan_json)
+        print(f'wrote {options.plan_json}')
+
+
+class Planner:
+    """Plans variants of a run for one slice."""
+
+    def __init__(self, slice_: chips.Slice, make_step, options: Options):
+        self.slice, self.make_step, self.options = slice_, make_step, options
+        home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+        self.cache = Path(home) / 'nano-tpu-plan'
+
+    def trace(self, cfg: Any) -> aot.Traced:
+        mesh = runtime.make_mesh(cfg.mesh, self.slice.n_chips)
+        return aot.trace(lambda device: self.make_step(cfg, mesh, device), self.slice.n_chips)
+
+    def plan(self, cfg: Any) -> dict:
+        mesh = runtime.mesh_shape(cfg.mesh, self.slice.n_chips)
+        say(f'tracing the training step for {self.slice.n_chips} chips ...')
+        traced = self.trace(cfg)
+        flags = compiler_flags(self.slice.chip.name)
+        with _Progress(f'compiling it with libtpu for {self.slice.name}') as progress:
+            compiled = aot.compile_step(traced, self.slice, flags, self.cache, tick=progress.tick)
+        if compiled.cached:
+            say('compiled before: from the cache in ' + str(self.cache))
+        return figures(traced, compiled, self.slice, mesh, self.options)
+
+
+def compiler_flags(chip: str) -> str:
+    """What a run has: runtime's, and what torch_xla 2.9 adds on a TPU (its __init__.py, _setup_libtpu_flags)."""
+    theirs = {'xla_tpu_use_enhanced_launch_barrier': 'false', 'xla_latency_hiding_scheduler_rerun': '1',
+              'xla_tpu_prefer_async_allgather_to_allreduce': 'true', 'xla_tpu_enable_flash_attention': 'false'}
+    if chip in ('v5e', 'v5p'):
+        theirs |= {'xla_enable_async_all_gather': 'true', 'xla_enable_async_collective_permute': 'true'}
+    return runtime.tpu_flags(theirs)
+
+
+class _Progress:
+    """A line on stderr with the seconds gone by, where somebody looks at it."""
+
+    def __init__(self, what: str):
+        self.what, self.began = what, time.perf_counter()
+
+    def __enter__(self) -> '_Progress':
+        say(self.what + ' ...')
+        return self
+
+    def tick(self):
+        if sys.stderr.isatty():
+            print(f'\r{time.perf_counter() - self.began:5.0f} s ', end='', file=sys.stderr, flush=True)
+
+    def __exit__(self, *_):
+        if sys.stderr.isatty():
+            print('\r\033[K', end='', file=sys.stderr, flush=True)
+
+
+# ---- From the compiled program to figures ----
+
+def figures(traced: aot.Traced, compiled: aot.Compiled, slice_: chips.Slice, mesh: tuple[int, ...],
+            options: Options) -> dict:
+    """All figures of a plan, ready for JSON: bytes, seconds, FLOPs, USD."""
+    chip, step = slice_.chip, traced.step
+    names = {'weights': 'weights', 'state': 'optimizer', 'batch': 'batch'}
+    parts = {names[group]: sum(tensors.values()) for group, tensors in traced.local_bytes.items()}
+    buffers = [dict(bytes=n, what=f'{names[group]}: {name}') for group, tensors in traced.local_bytes.items()
+               for name, n in tensors.items()]
+    buffers += [dict(bytes=n, what=f'temporary {shape.split("{")[0]}: {readable(origin)}')
+                for n, shape, origin in compiled.largest]
+    result = dict(
+        slice=slice_.name, chip=chip.name, chips=slice_.n_chips, topology=slice_.topology, slices=slice_.n_slices,
+        mesh=dict(zip(runtime.AXES, mesh)), parameters=traced.n_weights, unit=step.unit, units_per_step=step.units,
+        fits=compiled.fits,
+        memory=dict(total=compiled.total, limit=compiled.limit, reserved=compiled.reserved, **parts,
+                    program=compiled.program, arguments=compiled.arguments,
+                    rematerialized_by_compiler=list(compiled.rematerialized)),
+        largest_buffers=sorted(buffers, key=lambda b: -b['bytes'])[:10],
+        model_flops=step.model_flops, flops_rule=step.flops_rule, host_trace_s=traced.trace_s,
+        compile_s=compiled.seconds, cached=compiled.cached, compiler_warnings=compiled.warnings, predicted=True)
+    if not compiled.fits:
+        return result
+    program = hlo.Program(compiled.hlo, chip, network(slice_, compiled.coords))
+    cost = program.cost(classifier(program, traced.parameters))
+    fast, slow = sum(cost.fast.values()), sum(cost.slow.values())
+    middle = math.sqrt(fast * slow)
+    by_kind = {kind: math.sqrt(cost.fast[kind] * cost.slow[kind]) for kind in cost.fast}
+    by_kind = {kind: s * middle / sum(by_kind.values()) for kind, s in by_kind.items()}
+    step_s = max(middle, traced.trace_s)
+    rate = step.units / step_s
+    links = sum(c.seconds * c.times for c in program.collectives)
+    result.update(
+        program_flops=cost.flops * slice_.n_chips, hbm_traffic=cost.hbm_bytes, uncosted_kernels=program.uncosted,
+        step_s=step_s, device_s=middle, device_s_fast=fast, device_s_slow=slow,
+        device_s_not_overlapped=middle - by_kind.get('collectives', 0) + links,
+        device_s_overlapped=max(middle - by_kind.get('collectives', 0), links), seconds_by_kind=by_kind,
+        collectives_s=links, mfu=step.model_flops / step_s / (chip.peak_tflops * 1e12 * slice_.n_chips),
+        units_per_s=rate, collectives=collectives(program, mesh))
+    units = options.tokens or step.units * step.steps
+    result['budget'] = dict(units=units, hours=units / rate / 3600)
+    for spot in (False, True):
+        price = chips.price_per_hour(slice_, spot, options.price or None)
+        result['budget']['usd_spot' if spot else 'usd'] = None if price is None else price * units / rate / 3600
+    return result
+
+
+def network(slice_: chips.Slice, coords: list[list[int]]) -> hlo.Network:
+    return hlo.Network([tuple(c[1:1 + len(slice_.shape)]) for c in coords], slice_.wrap, slice_.chip.link_gbs)
+
+
+def axes_of(group: tuple[int, ...], mesh: tuple[int, ...]) -> str:
+    """The mesh axes along which the devices of a group differ: 'fsdp', or 'data,fsdp'."""
+    at = list(zip(*(_unravel(i, mesh) for i in group)))
+    return ','.join(axis for axis, places in zip(runtime.AXES, at) if len(set(places)) > 1) or 'none'
+
+
+def _unravel(i: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
+    at = []
+    for size in reversed(mesh):
+        i, rest = divmod(i, size)
+        at.insert(0, rest)
+    return tuple(at)
+
+
+def collectives(program: hlo.Program, mesh: tuple[int, ...]) -> list[dict]:
+    """Bytes that a chip sends in a step, by operation and mesh axis, the most first."""
+    rows = defaultdict(lambda: dict(times=0., bytes=0., seconds=0.))
+    for c in program.collectives:
+        row = rows[c.op, axes_of(c.group, mesh)]
+        row['times'] += c.times
+        row['bytes'] += c.times * c.n_bytes
+        row['seconds'] += c.times * c.seconds
+    return [dict(op=op, axis=axis, **row) for (op, axis), row in sorted(rows.items(), key=lambda r: -r[1]['bytes'])]
+
+
+def classifier(program: hlo.Program, parameters: dict[int, str]) -> Callable:
+    """instruction -> matmul, attention, elementwise or optimizer. The optimizer is what reads its state; attention is
+    its kernels, and the batched matmuls and the softmax of plain attention."""
+    entry = program.computations[program.entry]
+    through = ('copy', 'copy-start', 'copy-done', 'bitcast', 'get-tuple-element', 'slice-start', 'slice-done', 'reshape')
+
+    def is_state(name: str) -> bool:
+        i = entry.by_name.get(name)
+        while i is not None and (i.op in through or 'ConcatBitcast' in i.attributes) and i.operands:
+            i = entry.by_name.get(i.operands[0])
+        return i is not None and i.op == 'parameter' and parameters.get(int(i.operands[0]), '').startswith('state ')
+
+    def classify(i: hlo.Instruction, flops: float, computation: hlo.Computation) -> str:
+        if any(word in i.op_name for word in ('splash', 'flash', 'bmm', 'softmax')):
+            return 'attention'
+        if flops:
+            return 'matmul'
+        if computation is entry and any(is_state(name) for name in i.operands):
+            return 'optimizer'
+        return 'elementwise'
+
+    return classify
+
+
+def readable(origin: str) -> str:
+    """'xla__scan/call.1597/aot_backward.96/aten__mm' -> 'layers, backward: mm'."""
+    where = ''
+    if 'scan' in origin:
+        where = 'layers, backward: ' if 'aot_backward' in origin else 'layers, forward: ' if 'aot_forward' in origin \
+            else 'layers: '
+    last, _, source = origin.partition(' (')
+    last = last.rsplit('/', 1)[-1].removeprefix('aten__').removeprefix('xla__')
+    return where + last + (f' ({source}' if source else '')
+
+
+# ---- What is printed ----
+
+def gib(n: float) -> str:
+    return f'{n / GIB:.2f} GiB'
+
+
+def duration(hours: float) -> str:
+    return f'{hours * 60:.0f} minutes' if hours < 2 else f'{hours:.1f} hours' if hours < 48 else f'{hours / 24:.1f} days'
+
+
+def report(p: dict) -> str:
+    """A plan as text."""
+    m, mesh = p['memory'], ', '.join(f'{axis} {n}' for axis, n in p['mesh'].items())
+    slices = f'{p["slices"]} slices of ' if p['slices'] > 1 else ''
+    lines = ['', f'PREDICTED for {p["slice"]}: {p["chips"]} {p["chip"]} chips, {slices}{p["topology"]}; mesh {mesh}. '
+             f'Compiled by libtpu, not run.', '']
+
+    def row(name: str, value: str, note: str = ''):
+        lines.append(f'  {name:<22}{value:>14}  {note}'.rstrip())
+
+    row('parameters', f'{p["parameters"] / 1e6:,.1f} M')
+    row(p['unit'] + ' per step', f'{p["units_per_step"]:,}')
+    lines += ['', 'Memory of a chip']
+    for name, note in (('weights', ''), ('optimizer', 'its state'), ('batch', ''),
+                       ('program', 'gradients, activations, code'), ('reserved', 'by the runtime')):
+        row(name, gib(m[name]), note)
+    spare = m['limit'] - m['total']
+    row('peak', ('' if p['fits'] else '>= ') + gib(m['total']), f'of {gib(m["limit"])}: ' + (
+        f'fits, {gib(spare)} ({spare / m["limit"]:.0%}) to spare' if p['fits'] else
+        f'DOES NOT FIT, {gib(-spare)} too much'))
+    if m['rematerialized_by_compiler'][0] and p['fits']:
+        before, after = m['rematerialized_by_compiler']
+        lines.append(f'  It fits only because the compiler itself computes parts again: {gib(before)} became {gib(after)}.')
+    lines += ['', 'Largest buffers of a chip']
+    lines += [f'  {gib(b["bytes"]):>12}  {b["what"]}' for b in p['largest_buffers']]
+    if not p['fits']:
+        return '\n'.join(lines)
+    lines += ['', 'Arithmetic of a step']
+    row('model', f'{p["model_flops"] / 1e12:,.1f} TFLOP', p['flops_rule'])
+    row('program', f'{p["program_flops"] / 1e12:,.1f} TFLOP',
+        f'{p["program_flops"] / p["model_flops"]:.2f} times the model: what is computed again, and what has no use')
+    lines += ['', 'Collectives of a step: what each chip sends']
+    lines += [f'  {c["op"]:<20}{c["axis"]:<12}{c["bytes"] / 1e9:>9.3f} GB{c["seconds"] * 1e3:>10.1f} ms'
+              f'{c["times"]:>9,.0f} times' for c in p['collectives']] or ['  none']
+    lines += ['', 'Time of a step']
+    for kind, seconds in sorted(p['seconds_by_kind'].items(), key=lambda k: -k[1]):
+        row(kind, f'{seconds * 1e3:,.1f} ms', 'waited for, not hidden behind the rest' if kind == 'collectives' else '')
+    row('chip', f'{p["device_s"] * 1e3:,.1f} ms', f'between {p["device_s_fast"] * 1e3:,.1f} (each operation at its best) '
+        f'and {p["device_s_slow"] * 1e3:,.1f} (the compiler\'s own estimate)')
+    row('', '', f'{p["device_s_overlapped"] * 1e3:,.1f} if all collectives are hidden, '
+        f'{p["device_s_not_overlapped"] * 1e3:,.1f} if none is')
+    host = p['host_trace_s'] * 1e3
+    row('host', f'{host:,.1f} ms', 'to trace a step on this machine' + (
+        ': THIS LIMITS, the chips wait' if p['host_trace_s'] > p['device_s'] else ', beside the chips'))
+    for name in p['uncosted_kernels'][:3]:
+        lines.append(f'  Not in the time, for want of a rule: the kernel {name}')
+    lines += ['', 'Result']
+    row('step', f'{p["step_s"] * 1e3:,.1f} ms')
+    row(p['unit'] + ' per second', f'{p["units_per_s"]:,.0f}', f'{p["units_per_s"] / p["chips"]:,.0f} per chip')
+    row('MFU', f'{p["mfu"]:.1%}', f'{p["flops_rule"]}, of {chips.CHIPS[p["chip"]].peak_tflops:g} TFLOP/s')
+    b, price = p['budget'], chips.CHIPS[p['chip']].price
+    row(f'{b["units"]:.3g} {p["unit"]}', duration(b['hours']))
+    for name, key in (('cost', 'usd'), ('cost, spot', 'usd_spot')):
+        if b[key] is not None:
+            row(name, f'${b[key]:,.0f}', f'list price in {price.region}, read {price.read}: spot prices change, look them up'
+                if key == 'usd_spot' else f'list price in {price.region}, read {price.read}')
+    row('compile', f'{p["compile_s"]:.0f} s', 'on this machine' + (', when it was compiled first' if p['cached'] else ''))
+    lines += [f'  The compiler warns: {w}' for w in p['compiler_warnings'][:3]]
+    return '\n'.join(lines)
+
+
+# ---- Finding what fits, and what is fastest ----
+
+def command(cfg: Any, changed: dict[str, Any]) -> str:
+    """The options that were changed, as words of a command line."""
+    return ' '.join(f'--{name} {value}' for name, value in changed.items())
+
+
+def attempts(cfg: Any, vary: dict[str, list]) -> list[dict[str, Any]]:
+    """All combinations of the values that options may take."""
+    return [dict(zip(vary, values)) for values in itertools.product(*vary.values())]
+
+
+def advice(planner: Planner, cfg: Any, vary: dict[str, list], found: dict, budget_s: float) -> str:
+    """What makes a run fit that does not: the first that does, of more rematerialization and smaller micro-batches."""
+    return ''
+
+
+def search(planner: Planner, cfg: Any, vary: dict[str, list], budget_s: float) -> dict:
+    return {}
