@@ -784,10 +784,11 @@ def with_vocabulary(cfg: Config) -> Config:
     """For a plan, which needs no data: the vocabulary of those that are there, else GPT-2's."""
     if cfg.vocab_size:
         return cfg
+    size, whose = 50257, f'GPT-2\'s, since {cfg.data} is not there'
     if os.path.exists(os.path.join(cfg.data, 'manifest.json')):
-        return replace(cfg, vocab_size=shards.load_manifest(cfg.data)['vocab_size'])
-    print(f'{cfg.data} is not there: planned with a vocabulary of 50,257, as GPT-2\'s (--vocab_size for another)')
-    return replace(cfg, vocab_size=50257)
+        size, whose = shards.load_manifest(cfg.data)['vocab_size'], f'that of {cfg.data}'
+    print(f'vocabulary of {size:,}, {whose} (--vocab_size for another)')
+    return replace(cfg, vocab_size=size)
 
 
 

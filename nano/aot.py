@@ -23,7 +23,7 @@ from nano import UserError
 from nano.chips import Slice
 
 MAX_CLIENT = 64  # virtual devices; PyTorch breaks above 127, and annotations of more devices need no more of them
-VERSION = 1  # of what a cached result holds
+VERSION = 2  # of what a cached result holds
 
 
 @dataclass
@@ -287,7 +287,9 @@ def _read(log: str, folder: Path, where: Slice, seconds: float) -> Compiled:
         return result
     result.hlo = (folder / 'step.hlo').read_text()
     result.largest = _largest(folder, result.hlo)
-    result.warnings = sorted({m for m in re.findall(r'(Involuntary full rematerialization[^.]*)', log)})
+    for source, target, what in re.findall(r'Involuntary full rematerialization.*?from sharding (\{.*?\}) to (\{.*?\}) '
+                                           r'efficiently for HLO operation (%\S+ = \S+)', log):
+        result.warnings.append(f'{what} is gathered in full on its way from {source} to {target}')
     return result
 
 

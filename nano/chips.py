@@ -30,8 +30,10 @@ class Chip:
     # both ways (v5e 400, v6e 800, v5p 1200), and so say 50, 100 and 100.
     link_gbs: float
     torus_dims: int  # each has two links
-    # GHz. The peak is cores x 4 MXUs x 2 x 128^2 x clock: the scaling book says so for v5e, and v4's and v5p's follow.
-    # v6e's is in no document: two MXUs of 256^2 would need 3.5 for 918, twice this.
+    # GB/s to other slices, one way: a host's network cards over its chips (2 x 100 Gbit/s for 8 chips of v5e, 4 x 200
+    # for 8 of v6e by the docs' page "v6e"; v5p by the scaling book). v4's is not documented: taken as v5p's.
+    dcn_gbs: float
+    # GHz. The peak is cores x 4 MXUs x 2 x 128^2 x clock (v6e: 256^2, four of them by one version of the docs).
     clock_ghz: float
     cores: int  # TensorCores; one device nevertheless, v4 and v5p run them as one ("megacore")
     chips_per_host: int  # where a slice has several hosts. A host is a VM, with one process
@@ -45,14 +47,14 @@ _PRICES = ('2026-11-30', 'https://github.com/skypilot-org/skypilot-catalog/blob/
            '2c3d7ea7d76bf84cf80d382e946c1609571485fd/catalogs/v9/gcp/vms.csv')
 
 CHIPS = {chip.name: chip for chip in (
-    #     peak, HBM, usable, HBM GB/s, link, dims, clock, cores, chips of a host, of the only one
-    Chip('v4', 275, 32, 30.75, 1200, 45, 3, 1.05, 2, 4, 4, ('TPU v4',),
+    #     peak, HBM, usable, HBM GB/s, link, dims, DCN, clock, cores, chips of a host, of the only one
+    Chip('v4', 275, 32, 30.75, 1200, 45, 3, 6.25, 1.05, 2, 4, 4, ('TPU v4',),
          Price('us-central2', 3.22, .9215, *_PRICES)),
-    Chip('v5e', 197, 16, 15.75, 819, 45, 2, 1.5, 1, 4, 8, ('TPU v5 lite', 'TPU v5e'),
+    Chip('v5e', 197, 16, 15.75, 819, 45, 2, 3.125, 1.5, 1, 4, 8, ('TPU v5 lite', 'TPU v5e'),
          Price('us-central1', 1.2, .2977, *_PRICES)),
-    Chip('v5p', 459, 95, 95.74, 2765, 90, 3, 1.75, 2, 4, 4, ('TPU v5', 'TPU v5p'),
+    Chip('v5p', 459, 95, 95.74, 2765, 90, 3, 6.25, 1.75, 2, 4, 4, ('TPU v5', 'TPU v5p'),
          Price('us-central1', 4.2, .7805, *_PRICES)),
-    Chip('v6e', 918, 32, 31.25, 1638, 90, 2, 1.75, 1, 4, 8, ('TPU v6 lite', 'TPU v6e'),
+    Chip('v6e', 918, 32, 31.25, 1638, 90, 2, 12.5, 1.75, 1, 4, 8, ('TPU v6 lite', 'TPU v6e'),
          Price('us-central1', 2.7, .5927, *_PRICES)),
 )}
 CHIP_NAMES = {kind: chip.name for chip in CHIPS.values() for kind in chip.kinds}

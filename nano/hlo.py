@@ -147,6 +147,8 @@ class Network:
     coords: list[tuple[int, ...]]
     wrap: tuple[bool, ...]
     link_gbs: float  # one way
+    n_slices: int = 1
+    dcn_gbs: float = 0.  # of a chip, one way, to other slices
 
     def links(self, group: list[int]) -> int:
         """Links that a chip sends on at once in a collective of the group: one for each dimension of the torus that the
@@ -344,14 +346,15 @@ class Program:
         """One pass over a computation. Collectives run beside the instructions between their start and their end, one
         after the other on the links; what is not hidden so is waited for."""
         computation, total = self.computations[name], Cost()
-        now, links_free, ends = [0., 0.], [0., 0.], {}  # two clocks: slow, fast
+        now, ends = [0., 0.], {}  # two clocks: slow, fast
+        free = {'links': [0., 0.], 'slices': [0., 0.]}  # until when each network is busy
 
         def begin(found: list[tuple[Instruction, Computation]]) -> list[float]:
             end = list(now)
             for c, where in found:
-                seconds = self._collective(c, where, times)
+                seconds, busy = self._collective(c, where, times), free['slices' if c.op == 'send' else 'links']
                 for k in (0, 1):
-                    links_free[k] = end[k] = max(links_free[k], now[k]) + seconds
+                    busy[k] = end[k] = max(busy[k], now[k]) + seconds
             return end
 
         def wait(until: list[float]):
@@ -386,6 +389,14 @@ class Program:
                 else:
                     wait(end)
                 continue
+            if i.op in ('send', 'recv', 'send-done', 'recv-done'):  # between slices: the send begins, what is received ends
+                other = i if i.op in ('send', 'recv') else computation.by_name[i.operands[0]]
+                key = other.attribute(r'_xla_host_transfer_rendezvous="([^"]*)"')
+                if i.op == 'send' and 'megascale' in i.attributes:
+                    ends[key] = begin([(i, computation)])
+                elif i.op == 'recv-done':
+                    wait(ends.pop(key, now))
+                continue
             flops, found = self.inner(i.calls) if i.op == 'fusion' else (
                 convolution_flops(i, computation) if i.op in ('convolution', 'dot') else 0., [])
             fused = self.computations[i.calls].instructions if i.op == 'fusion' else []
@@ -416,10 +427,18 @@ class Program:
             total.flops += flops
             total.hbm_bytes += traffic
             now = [now[0] + slow, now[1] + fast]
-        wait(links_free)
+        wait(free['links'])
+        wait(free['slices'])
         return total
 
     def _collective(self, c: Instruction, where: Computation, times: float) -> float:
+        if c.op == 'send':
+            op, n_bytes = c.attribute(r'megascale_transfer_type="(\w+)"').lower().replace('_', '-'), c.results[0].bytes
+            n, per_slice = self.network.n_slices, len(self.network.coords) // self.network.n_slices
+            seconds = moved(op, n_bytes, n) / (self.network.dcn_gbs * 1e9)
+            self.collectives.append(Collective(op, moved(op, n_bytes, n), tuple(range(0, n * per_slice, per_slice)),
+                                               seconds, times, c.op_name))
+            return seconds
         op = c.op.removesuffix('-start')
         sizes = [a.bytes for a in c.results] + [a.bytes for name in c.operands if name in where.by_name
                                                 for a in where.by_name[name].results]

@@ -138,18 +138,16 @@ def figures(traced: aot.Traced, compiled: aot.Compiled, slice_: chips.Slice, mes
         return result
     program = hlo.Program(compiled.hlo, chip, network(slice_, compiled.coords))
     cost = program.cost(classifier(program, traced.parameters))
-    fast, slow = sum(cost.fast.values()), sum(cost.slow.values())
-    middle = math.sqrt(fast * slow)
     by_kind = {kind: math.sqrt(cost.fast[kind] * cost.slow[kind]) for kind in cost.fast}
-    by_kind = {kind: s * middle / sum(by_kind.values()) for kind, s in by_kind.items()}
-    step_s = max(middle, traced.trace_s)
+    device = sum(by_kind.values())
+    computing = device - by_kind.get('collectives', 0)
+    step_s = max(device, traced.trace_s)
     rate = step.units / step_s
     links = sum(c.seconds * c.times for c in program.collectives)
     result.update(
         program_flops=cost.flops * slice_.n_chips, hbm_traffic=cost.hbm_bytes, uncosted_kernels=program.uncosted,
-        step_s=step_s, device_s=middle, device_s_fast=fast, device_s_slow=slow,
-        device_s_not_overlapped=middle - by_kind.get('collectives', 0) + links,
-        device_s_overlapped=max(middle - by_kind.get('collectives', 0), links), seconds_by_kind=by_kind,
+        step_s=step_s, device_s=device, device_s_fast=sum(cost.fast.values()), device_s_slow=sum(cost.slow.values()),
+        device_s_overlapped=max(computing, links), device_s_not_overlapped=computing + links, seconds_by_kind=by_kind,
         collectives_s=links, mfu=step.model_flops / step_s / (chip.peak_tflops * 1e12 * slice_.n_chips),
         units_per_s=rate, collectives=collectives(program, mesh))
     units = options.tokens or step.units * step.steps
@@ -161,7 +159,8 @@ def figures(traced: aot.Traced, compiled: aot.Compiled, slice_: chips.Slice, mes
 
 
 def network(slice_: chips.Slice, coords: list[list[int]]) -> hlo.Network:
-    return hlo.Network([tuple(c[1:1 + len(slice_.shape)]) for c in coords], slice_.wrap, slice_.chip.link_gbs)
+    return hlo.Network([tuple(c[1:1 + len(slice_.shape)]) for c in coords], slice_.wrap, slice_.chip.link_gbs,
+                       slice_.n_slices, slice_.chip.dcn_gbs)
 
 
 def axes_of(group: tuple[int, ...], mesh: tuple[int, ...]) -> str:
