@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nano import UserError, aot, checkpoint, config, hf, plan, resume, runtime, shards
+from nano import UserError, aot, checkpoint, config, hf, plan, resume, runtime, shards, splash
 from nano.tokenizer import load_tokenizer
 from nano.track import Meter, Tracker
 
@@ -133,6 +133,8 @@ def check(cfg: Config):
         raise UserError(f"--dtype {cfg.dtype}: expected 'auto', 'float32' or 'bfloat16'")
     if cfg.attention not in ('auto', 'splash', 'plain'):
         raise UserError(f"--attention {cfg.attention}: expected 'auto', 'splash' or 'plain'")
+    if uses_splash(cfg):
+        splash.check_length(cfg.seq_len)
     if cfg.remat not in REMAT or cfg.remat != 'none' and not cfg.scan:
         raise UserError(f"--remat {cfg.remat}: expected one of {', '.join(REMAT)}; without --scan only 'none'")
     if cfg.heads % cfg.kv_heads:
@@ -266,7 +268,6 @@ def layer(cfg: Config, mesh, x_BTD: torch.Tensor, w: dict[str, torch.Tensor]) ->
         k_BTKC = rms_norm(k_BTKC, w['k_norm_LC'], cfg.norm_eps)
     q_BTHC, k_BTKC = rope(cfg, q_BTHC), rope(cfg, k_BTKC)
     if uses_splash(cfg):
-        from nano import splash
         a_BHTC = splash.attention(q_BTHC.transpose(1, 2) * C ** -0.5, k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2),
                                   mesh, (BATCH, 'tensor'))
         a_BTX = a_BHTC.transpose(1, 2).reshape(B, T, cfg.heads * C)

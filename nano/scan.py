@@ -25,8 +25,10 @@ def keep(*ops: str) -> Callable:
         inputs = [n for n in joint.graph.nodes if n.op == 'placeholder' and n.name.startswith('primals')]
         outputs, _, described, _ = partitioners._extract_fwd_bwd_outputs(joint, num_fwd_outputs=num_fwd_outputs)
         forward = partitioners._extract_graph_with_inputs_outputs(joint.graph, inputs, outputs, described, 'forward')
-        in_forward = {n.name for n in forward.nodes}
-        saved = [n for n in joint.graph.nodes if n.name in in_forward and any(op in source(n) for op in ops)]
+        names = {n.name for n in forward.nodes}
+        # Of an operator with several results the forward pass may use one and the backward pass another.
+        saved = [n for n in joint.graph.nodes if any(op in source(n) for op in ops)
+                 and (n.name in names or n.target is operator.getitem and n.args[0].name in names)]
         return partitioners._extract_fwd_bwd_modules(joint, inputs + saved, saved_sym_nodes=[],
                                                      num_fwd_outputs=num_fwd_outputs)
 

@@ -8,24 +8,26 @@ import json
 from functools import cache
 
 import torch
-import torch_xla
-from torch_xla._internal.jax_workarounds import maybe_get_jax
-from torch_xla.core import xla_builder
+
+from nano import UserError
 
 BLOCK = 1024  # queries and keys that the kernel holds at a time in VMEM, or all of a shorter sequence
 INTERPRET = False  # compute what the kernel would, on a CPU: for tests
+
+
+def check_length(T: int):
+    """Raises UserError for sequences that the kernel cannot cut into blocks."""
+    if T % 128 or T > BLOCK and T % BLOCK:
+        raise UserError(f'--seq_len {T}: splash attention, the default on TPU, wants a multiple of 128, and of {BLOCK} '
+                        f'above that; or take --attention plain')
 
 
 def attention(q_BHTC: torch.Tensor, k_BKTC: torch.Tensor, v_BKTC: torch.Tensor, mesh, spec: tuple) -> torch.Tensor:
     """Causal attention -> a_BHTC; query head h uses key/value head h // (H / K). Scores are q @ k, not scaled.
 
     `spec`: the mesh axes of B and H, such as (('data', 'fsdp'), 'tensor'), which must divide B, H and K. `mesh` may be
-    any torch_xla mesh. Raises ValueError for sequences that the kernel cannot cut into blocks.
+    any torch_xla mesh. The sequence must be one that `check_length` accepts.
     """
-    T = q_BHTC.shape[2]
-    if T % 128 or T > BLOCK and T % BLOCK:
-        raise ValueError(f'splash attention wants a sequence length that is a multiple of 128, and of {BLOCK} above '
-                         f'that: {T} is not')
     where = json.dumps([mesh.axis_names, mesh.mesh_shape, spec])
     return _forward(q_BHTC, k_BKTC, v_BKTC, where)[0]
 
@@ -64,6 +66,7 @@ _forward.register_autograd(_gradients, setup_context=_setup)
 
 
 def _program(direction: str, where: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    import torch_xla
     computation = _lower(direction, where, tuple((tuple(t.shape), str(t.dtype)[6:]) for t in tensors))
     return torch_xla._XLAC._xla_user_computation(f'xla::splash_{direction}', tensors, computation)
 
@@ -71,6 +74,8 @@ def _program(direction: str, where: str, *tensors: torch.Tensor) -> list[torch.T
 @cache
 def _lower(direction: str, where: str, inputs: tuple):
     """The kernel of one direction as an XLA computation; `inputs`: (shape, type) of each."""
+    from torch_xla._internal.jax_workarounds import maybe_get_jax
+    from torch_xla.core import xla_builder
     jax = maybe_get_jax()
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
     axes, sizes, (rows, heads) = json.loads(where)
@@ -79,9 +84,10 @@ def _lower(direction: str, where: str, inputs: tuple):
     def one_device(q, k, v, *rest):
         _, H, T, _ = q.shape
         b = min(T, BLOCK)
+        part = b if b % 512 else 512  # keys of a block that are worked on at a time
         blocks = splash_attention_kernel.BlockSizes(
-            block_q=b, block_kv=b, block_kv_compute=min(T, 512), block_q_dkv=b, block_kv_dkv=b,
-            block_kv_dkv_compute=min(T, 512), use_fused_bwd_kernel=True)
+            block_q=b, block_kv=b, block_kv_compute=part, block_q_dkv=b, block_kv_dkv=b, block_kv_dkv_compute=part,
+            use_fused_bwd_kernel=True)
         mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((T, T))] * H)
         kernel = splash_attention_kernel.make_splash_mha(
             mask=mask, head_shards=1, q_seq_shards=1, block_sizes=blocks, save_residuals=direction == 'forward',

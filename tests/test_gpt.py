@@ -23,8 +23,8 @@ SMALL = train_gpt.Config(device='cpu', layers=3, width=64, heads=8, kv_heads=4, 
                          vocab_size=VOCAB, global_batch=16, adam_eps=1e-4, clip=0.5, weight_decay=0.3)
 # name: options, mesh (data, fsdp, tensor) of 8 devices. Together: every axis and every option.
 CASES = {
-    'fsdp': (dict(), '1,8,1'),
-    'all axes and options': (dict(qk_norm=True, tied=False, z_loss=0.01, accumulate=2), '2,2,2'),
+    'fsdp': (dict(remat='block'), '1,8,1'),
+    'all axes and options': (dict(qk_norm=True, tied=False, z_loss=0.01, accumulate=2, remat='dots'), '2,2,2'),
     'tensor': (dict(heads=4, head_size=16, kv_heads=2, rope_theta=500., qkv_bias=True, rope_scaling='8,1,4,96'),
                '1,1,8'),
     'data, unrolled': (dict(scan=False, layers=2, tied=False, beta1=0.8, beta2=0.99), '8,1,1'),

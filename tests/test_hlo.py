@@ -1,0 +1,158 @@
+"""nano/hlo.py: counts and times from a scheduled program, against brute force and against programs whose cost is known."""
+import itertools
+import random
+
+import pytest
+
+from nano import hlo
+from nano.chips import CHIPS
+
+CHIP = CHIPS['v5e']
+
+
+def program(text: str, coords=((0, 0), (1, 0), (0, 1), (1, 1)), wrap=(False, False), **more) -> hlo.Program:
+    return hlo.Program(text, CHIP, hlo.Network(list(coords), wrap, 45., **more))
+
+
+def cost(text: str, **more) -> tuple[hlo.Cost, hlo.Program]:
+    p = program(text, **more)
+    return p.cost(lambda i, flops, computation: 'matmul' if flops else 'other'), p
+
+
+def test_flops_of_windows_are_the_multiply_adds_that_do_not_meet_padding(seed):
+    random_ = random.Random(seed)
+    for _ in range(200):
+        n_in, size = random_.randint(1, 6), random_.randint(1, 4)
+        stride, low, high, dilate_in, dilate = (random_.randint(1, 3), random_.randint(0, 3), random_.randint(0, 3),
+                                                random_.randint(1, 3), random_.randint(1, 2))
+        wide = (n_in - 1) * dilate_in + 1 + low + high
+        if wide < (size - 1) * dilate + 1:
+            continue
+        n_out = (wide - (size - 1) * dilate - 1) // stride + 1
+        b, i, o = (random_.randint(1, 4) for _ in range(3))
+        # Brute force: the padded, dilated input with 1 where there are data.
+        row = [0] * low + [int(k % dilate_in == 0) for k in range((n_in - 1) * dilate_in + 1)] + [0] * high
+        hits = sum(row[at * stride + k * dilate] for at in range(n_out) for k in range(size))
+        text = f'''HloModule m
+ENTRY %main (a: f32[{b},{n_in},{i}], w: f32[{size},{i},{o}]) -> f32[{b},{n_out},{o}] {{
+  %a = f32[{b},{n_in},{i}]{{2,1,0:T(8,128)}} parameter(0)
+  %w = f32[{size},{i},{o}]{{2,1,0:T(8,128)}} parameter(1)
+  ROOT %c = f32[{b},{n_out},{o}]{{2,1,0:T(8,128)}} convolution(%a, %w), window={{size={size} stride={stride} pad={low}_{high} lhs_dilate={dilate_in} rhs_dilate={dilate}}}, dim_labels=b0f_0io->b0f
+}}
+'''
+        assert cost(text)[0].flops == 2 * hits * b * i * o
+
+
+LOOP = '''HloModule m
+%body (s: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %s = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
+  %k = s32[]{:T(128)} get-tuple-element(%s), index=0
+  %x = f32[8,128]{1,0:T(8,128)} get-tuple-element(%s), index=1
+  %step = s32[]{:T(128)} constant(STEP)
+  %next = s32[]{:T(128)} add(%k, %step)
+  %y = f32[8,128]{1,0:T(8,128)} negate(%x), backend_config={"window_config":{"estimated_cycles":"1500"}}
+  ROOT %t = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%next, %y)
+}
+%until (s: (s32[], f32[8,128])) -> pred[] {
+  %s = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
+  %k = s32[]{:T(128)} get-tuple-element(%s), index=0
+  %n = s32[]{:T(128)} constant(LIMIT)
+  ROOT %less = pred[]{:T(512)} compare(%k, %n), direction=LT
+}
+ENTRY %main (a: f32[8,128]) -> f32[8,128] {
+  %a = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %from = s32[]{:T(128)} constant(START)
+  %t = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%from, %a)
+  %loop = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) while(%t), condition=%until, body=%body
+  ROOT %y = f32[8,128]{1,0:T(8,128)} get-tuple-element(%loop), index=1
+}
+'''
+
+
+def test_loops_run_as_often_as_they_count(seed):
+    random_ = random.Random(seed)
+    for _ in range(50):
+        start, step = random_.randint(0, 9), random_.randint(1, 4)
+        limit = start + random_.randint(1, 40)
+        text = LOOP.replace('STEP', str(step)).replace('LIMIT', str(limit)).replace('START', str(start))
+        found, _ = cost(text)
+        # 1,500 cycles at 1.5 GHz are a microsecond; each pass also counts the addition of the counter, with no cycles.
+        assert found.slow['other'] == pytest.approx(len(range(start, limit, step)) * 1e-6, rel=1e-3)
+
+
+def test_a_loop_that_is_not_understood_is_refused():
+    with pytest.raises(ValueError, match='loop'):
+        cost(LOOP.replace('direction=LT', 'direction=NE').replace('STEP', '1').replace('LIMIT', '3').replace('START', '0'))
+
+
+OVERLAP = '''HloModule m
+ENTRY %main (a: bf16[1024,1024]) -> bf16[4096,1024] {
+  %a = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %s = (bf16[1024,1024]{1,0:T(8,128)(2,1)}, bf16[4096,1024]{1,0:T(8,128)(2,1)}) all-gather-start(%a), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+  %y = bf16[8,128]{1,0:T(8,128)(2,1)} negate(%a), backend_config={"window_config":{"estimated_cycles":"CYCLES"}}
+  ROOT %d = bf16[4096,1024]{1,0:T(8,128)(2,1)} all-gather-done(%s)
+}
+'''
+
+
+@pytest.mark.parametrize('microseconds', [0, 20, 1000])
+def test_a_collective_is_hidden_behind_what_runs_beside_it(microseconds):
+    found, p = cost(OVERLAP.replace('CYCLES', str(microseconds * 1500)))
+    (gather,) = p.collectives
+    assert gather.n_bytes == 3 / 4 * 4096 * 1024 * 2
+    # Four chips in a square: a link in each of two dimensions.
+    assert gather.seconds == pytest.approx(gather.n_bytes / (hlo.LINK_SHARE * 2 * 45e9))
+    assert found.slow['collectives'] == pytest.approx(max(0, gather.seconds - microseconds * 1e-6))
+
+
+def test_bytes_that_each_chip_sends(seed):
+    """By playing the ring algorithms, with a whole of n parts."""
+    for n in (2, 3, 4, 8):
+        parts = n * 7
+        sent = sum(7 for _ in range(n - 1))  # all-gather: in each of n-1 rounds one part goes on to the neighbor
+        assert hlo.moved('all-gather', parts, n) == sent == hlo.moved('reduce-scatter', parts, n)
+        assert hlo.moved('all-reduce', parts, n) == 2 * sent
+    assert hlo.moved('collective-permute', 5, 4) == 5
+
+
+def test_groups_in_both_notations():
+    assert hlo.groups('replica_groups={{0,2},{1,3}}, x') == [[0, 2], [1, 3]]
+    assert hlo.groups('replica_groups=[2,4]<=[8], x') == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    # As XLA's documentation of iota tiles has it: reshape to [4,2], transpose, reshape to [2,4].
+    assert hlo.groups('replica_groups=[2,4]<=[4,2]T(1,0), x') == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_links_that_a_group_can_use():
+    square = list(itertools.product(range(4), range(4)))
+    open_, ring = hlo.Network(square, (False, False), 45.), hlo.Network(square, (True, True), 45.)
+    row, all_ = list(range(4)), list(range(16))
+    assert (open_.links(row), open_.links(all_), ring.links(row), ring.links(all_)) == (1, 2, 2, 4)
+
+
+def test_only_slices_of_large_arrays_are_counted_as_read():
+    text = '''HloModule m
+%fused (x: f32[16,1024,128], k: s32[]) -> f32[1,1024,128] {
+  %x = f32[16,1024,128]{2,1,0:T(8,128)} parameter(0)
+  %k = s32[]{:T(128)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  ROOT %s = f32[1,1024,128]{2,1,0:T(8,128)} dynamic-slice(%x, %k, %zero, %zero), dynamic_slice_sizes={1,1024,128}
+}
+ENTRY %main (x: f32[16,1024,128], k: s32[]) -> f32[1,1024,128] {
+  %x = f32[16,1024,128]{2,1,0:T(8,128)} parameter(0)
+  %k = s32[]{:T(128)} parameter(1)
+  ROOT %y = f32[1,1024,128]{2,1,0:T(8,128)S(1)} fusion(%x, %k), kind=kLoop, calls=%fused
+}
+'''
+    found, _ = cost(text)
+    assert found.hbm_bytes == 4 * 1024 * 128 + 4  # what is written stays in VMEM, S(1)
+
+
+def test_a_kernel_without_a_rule_is_named():
+    text = '''HloModule m
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %my_kernel = f32[8,128]{1,0:T(8,128)} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/my_kernel"}
+}
+'''
+    found, p = cost(text)
+    assert p.uncosted == ['my_kernel'] and sum(found.slow.values()) == 0
