@@ -392,9 +392,12 @@ def build(cfg: Config, mesh, device) -> tuple[GPT, dict[str, torch.Tensor]]:
     return GPT(cfg, weights, mesh), state
 
 
-def check_batch(cfg: Config, mesh) -> int:
-    """Returns how many parts the rows of a batch are in."""
-    row_shards = mesh.mesh_shape[0] * mesh.mesh_shape[1]
+def check_mesh(cfg: Config, mesh) -> int:
+    """Refuses what the mesh cannot divide; returns how many parts the rows of a batch are in."""
+    row_shards, tensor = mesh.mesh_shape[0] * mesh.mesh_shape[1], mesh.mesh_shape[2]
+    if uses_splash(cfg) and cfg.kv_heads % tensor:
+        raise UserError(f'--kv_heads {cfg.kv_heads} on --mesh {cfg.mesh}: splash attention needs whole key/value heads on '
+                        f'each of {tensor} devices along tensor; or take --attention plain')
     if cfg.global_batch % (row_shards * cfg.accumulate):
         least = row_shards * cfg.accumulate
         raise UserError(f'--global_batch {cfg.global_batch}: must be a multiple of {least} = {row_shards} (data x '
@@ -584,7 +587,7 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
     checkpoint.check_shared(folder.out, save_group, start.path)
     until_the_end.enter_context(folder.held(rt.main, start.path if start.goes_on else None))
     mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
-    row_shards = check_batch(cfg, mesh)
+    row_shards = check_mesh(cfg, mesh)
 
     track = Tracker(folder.local, cfg.steps, start_step, rt.main, asdict(cfg), cfg.wandb, rt.process_index,
                     meta['owed'])
@@ -768,7 +771,7 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
 def step_to_plan(cfg: Config, mesh, device) -> aot.Step:
     """What --plan compiles: the step that a run makes, on weights that hold nothing."""
     import torch_xla.distributed.spmd as xs
-    check_batch(cfg, mesh)
+    check_mesh(cfg, mesh)
     model, state = build(cfg, mesh, device)
     batch = {name: torch.zeros((cfg.global_batch, cfg.seq_len), dtype=torch.int32, device=device)
              for name in ('ids_BT', 'targets_BT')}
