@@ -398,6 +398,9 @@ def check_batch(cfg: Config, mesh) -> int:
         least = row_shards * cfg.accumulate
         raise UserError(f'--global_batch {cfg.global_batch}: must be a multiple of {least} = {row_shards} (data x '
                         f'fsdp) x {cfg.accumulate} (--accumulate), such as {-(-cfg.global_batch // least) * least}')
+    if uses_splash(cfg) and (cfg.heads % mesh.mesh_shape[2] or cfg.kv_heads % mesh.mesh_shape[2]):
+        raise UserError(f'--heads {cfg.heads} --kv_heads {cfg.kv_heads} --mesh {cfg.mesh}: splash attention wants both '
+                        f'divisible by the {mesh.mesh_shape[2]} of tensor')
     return row_shards
 
 
@@ -767,6 +770,7 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
 def step_to_plan(cfg: Config, mesh, device) -> aot.Step:
     """What --plan compiles: the step that a run makes, on weights that hold nothing."""
     import torch_xla.distributed.spmd as xs
+    check(cfg)  # once more: --search varies what was checked
     check_batch(cfg, mesh)
     model, state = build(cfg, mesh, device)
     batch = {name: torch.zeros((cfg.global_batch, cfg.seq_len), dtype=torch.int32, device=device)
