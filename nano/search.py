@@ -7,9 +7,9 @@ rematerialization takes less memory and more work; so do smaller micro-batches, 
 - What does not fit rules out what takes more memory, also on meshes that spread the weights over fewer chips.
 
 The first attempt on a mesh is the one with the least work: if it fits, the mesh is done. Else the search walks along
-the border of what fits, from its other end: the most rematerialization in the largest micro-batches. If that fits, less
-of it is tried, which is faster if it fits too; if not, smaller micro-batches. Each attempt settles a row or a column, so
-R policies and A sizes take at most R + A compiles in place of R x A, and the first that fits comes early.
+the border of what fits, from its other end: the most rematerialization in the largest micro-batches. If that fits,
+less of it is tried, which is faster if it fits too; if not, smaller micro-batches. Each attempt settles a row or a
+column: R policies and A sizes take at most R + A compiles in place of R x A, and the first that fits comes early.
 """
 import dataclasses
 import math
@@ -116,12 +116,12 @@ class Trials:
             self.learn(v, row['figures'])
             result = verdict(row['figures'])
         except Exception as e:  # the compiler's, a kernel's that takes no such shape, no more memory on the host
-            text = str(e) if isinstance(e, UserError) else f'{type(e).__name__}: {e}'
-            row['error'] = result = 'failed: ' + text.splitlines()[0][:200]
-            words += ': '
+            text = str(e) if isinstance(e, UserError) else f'failed, {type(e).__name__}: {e}'
+            row['error'] = text.splitlines()[0][:200]
+            result = f'{words}: {row["error"]}'  # there may have been no line before this one
         row['seconds'] = time.perf_counter() - began
         self.rows.append(row)
-        say(f'  {row["seconds"]:.0f} s: {"" if "figures" in row else words}{result}')
+        say(f'  {row["seconds"]:.0f} s: {result}')
         return row['figures'] if v in self.fits else None
 
 
@@ -177,7 +177,7 @@ def search(planner: plan.Planner, cfg: Any, vary: dict[str, list], budget_s: flo
     elif trials.held and not rows:
         print(f'\nNothing fits {planner.slice.name}. {alone(trials)}')
     else:
-        print(f'\nNothing could be planned for {planner.slice.name}' + (f': {trials.refusal}' if trials.refused else ''))
+        print(f'\nNothing could be planned for {planner.slice.name}: {trials.refusal or "see above"}')
     return dict(search=rows, best=best, ruled_out=ruled_out, refused=trials.refused, untried=len(todo))
 
 
@@ -196,14 +196,15 @@ def table(slice_: chips.Slice, rows: list[dict]) -> str:
         if p and p['fits']:
             total, spare = p['memory']['total'], p['memory']['limit'] - p['memory']['total']
             lines.append(f'{p["step_s"] * 1e3:>11,.1f} ms{p["mfu"]:>8.1%}{p["units_per_s"]:>14,.0f}'
-                         f'{plan.gib(total):>12}{plan.gib(spare):>12}  {as_words(row["options"])}')
+                         f'{plan.gib(total):>12}{plan.gib(spare):>12}  {as_words(row["options"])}' + (
+                             ' (the host limits)' if p['host_trace_s'] > p['device_s'] else ''))
         else:
             lines.append(f'  {as_words(row["options"])}: {verdict(p) if p else row["error"]}')
     return '\n'.join(lines)
 
 
 def command(planner: plan.Planner, cfg: Any, options: dict[str, Any]) -> str:
-    """The user's own command line with these options, without those of a plan, and without --device: it is for a TPU."""
+    """The user's own command line with these options, without those of a plan and --device: it is for a TPU."""
     changed = {name: value for name, value in options.items() if value != getattr(cfg, name)}
     try:
         if runtime.mesh_shape(cfg.mesh, planner.slice.n_chips) == tuple(map(int, options['mesh'].split(','))):
@@ -217,7 +218,7 @@ def command(planner: plan.Planner, cfg: Any, options: dict[str, Any]) -> str:
         taken = [args.pop(0)]
         name, equals, _ = taken[0].removeprefix('--').partition('=')
         name = name.replace('-', '_')
-        if args and not equals and (kinds[name] is not bool or args[0].lower() in config.BOOLS):
+        if args and not equals and (kinds.get(name) is not bool or args[0].lower() in config.BOOLS):
             taken.append(args.pop(0))
         words += [] if name in drop else taken
     return shlex.join(words + [word for name, value in changed.items() for word in (f'--{name}', str(value))])

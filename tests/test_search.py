@@ -17,6 +17,11 @@ REMATS = ['none', 'dots', 'attn', 'block']
 VARY = {'remat': REMATS}
 
 
+@pytest.fixture(autouse=True)
+def argv(monkeypatch):
+    monkeypatch.setattr('sys.argv', ['train.py'])
+
+
 @dataclasses.dataclass
 class Config:
     preset: str = ''  #
@@ -61,7 +66,7 @@ class Fake:
     def plan(self, cfg, traced, what):
         if len(self.compiled) == self.interrupt_at:
             raise KeyboardInterrupt
-        self.compiled.append((cfg.mesh, cfg.accumulate, cfg.remat))
+        self.compiled.append((cfg.mesh, cfg.accumulate, getattr(cfg, 'remat', '')))
         if self.fails(cfg):
             raise UserError('the TPU compiler failed: it is a test\nsecond line')
         return self.figures(cfg)
@@ -75,19 +80,18 @@ class Fake:
         # The order of meshes is a hash's, so that any may be the fastest.
         step_s = self.work[level] + cfg.accumulate * self.gather + random.Random(cfg.mesh).random() * self.slower
         fits = memory['total'] <= self.limit
-        more = dict(step_s=step_s, mfu=.5 / step_s, units_per_s=1000 / step_s) if fits else {}
+        times = dict(step_s=step_s, device_s=step_s, host_trace_s=0, mfu=.5 / step_s, units_per_s=1000 / step_s)
         return dict(fits=fits, memory=memory, unit='tokens', slice=self.slice.name,
-                    mesh=dict(data=data, fsdp=fsdp, tensor=tensor), **more)
+                    mesh=dict(data=data, fsdp=fsdp, tensor=tensor), **(times if fits else {}))
 
     def brute_force(self, cfg):
         """The time of the fastest of all variants that make sense, or None."""
         best = None
-        for mesh in itertools.product(range(1, self.slice.n_chips + 1), repeat=3):
-            data, fsdp, tensor = mesh
+        n = range(1, self.slice.n_chips + 1)
+        for data, fsdp, tensor in itertools.product(n, n, (1, 2, 4, 8)):
             in_slice = self.slice.chips_per_slice // tensor
-            if (tensor not in (1, 2, 4, 8) or math.prod(mesh) != self.slice.n_chips or
-                    self.slice.chips_per_slice % tensor or fsdp not in (in_slice, self.slice.shape[-1], 1) or
-                    in_slice % fsdp):
+            if (data * fsdp * tensor != self.slice.n_chips or self.slice.chips_per_slice % tensor or
+                    fsdp not in (in_slice, self.slice.shape[-1], 1) or in_slice % fsdp):
                 continue
             if data > self.slice.n_slices and self.state / (fsdp * tensor) > SMALL * self.limit:
                 continue
@@ -115,7 +119,7 @@ def compiles_of(fake, cfg):
 def test_finds_the_best_of_brute_force_in_few_compiles(seed, capsys):
     rng = random.Random(seed)
     outcomes, n, brute = set(), 0, 0
-    for _ in range(300):
+    for _ in range(100):
         fake, cfg = random_case(rng)
         found, best = search(fake, cfg, VARY, math.inf), fake.brute_force(cfg)
         assert (found['best'] and found['best']['figures']['step_s']) == best
@@ -135,15 +139,16 @@ def test_finds_the_best_of_brute_force_in_few_compiles(seed, capsys):
 def test_failures_of_the_compiler_are_rows_and_lose_nothing_else(seed, capsys):
     rng = random.Random(seed)
     failed = 0
-    for _ in range(200):
+    for _ in range(50):
         broken = rng.randrange(2**32)
-        fake, cfg = random_case(rng, fails=lambda c: random.Random(f'{broken}{c.mesh}{c.accumulate}{c.remat}').random() < .3)
+        fake, cfg = random_case(rng, fails=lambda c: random.Random(f'{broken} {c}').random() < .3)
         found = search(fake, cfg, VARY, math.inf)
         assert (found['best'] and found['best']['figures']['step_s']) == fake.brute_force(cfg)
         rows = [row for row in found['search'] if 'error' in row]
-        assert all(row['error'] == 'failed: the TPU compiler failed: it is a test' for row in rows)
+        assert all(row['error'] == 'the TPU compiler failed: it is a test' for row in rows)
         assert rows == found['search'][len(found['search']) - len(rows):]  # the last of the table
-        assert capsys.readouterr().out.count('failed:') == 2 * len(rows)  # as progress, and in the table
+        # As progress, and in the table.
+        assert capsys.readouterr().out.count('compiler failed: it is a test\n') == 2 * len(rows)
         failed += len(rows)
     assert failed
 
@@ -157,7 +162,7 @@ def test_other_exceptions_are_rows_too(capsys):
         return trace(fake, cfg)
     fake.trace = raises
     found = search(fake, Config(), VARY, math.inf)
-    assert found['best'] and found['search'][-1]['error'] == 'failed: ValueError: axis sizes'
+    assert found['best'] and found['search'][-1]['error'] == 'failed, ValueError: axis sizes'
 
 
 def test_the_budget_ends_it_after_an_attempt(seed, capsys, monkeypatch):
@@ -208,7 +213,7 @@ def test_order():
     assert [row[1:] for row in fake.compiled if row[0] == '1,4,1'] == [
         (1, 'none'), (1, 'block'), (1, 'attn'), (2, 'attn'), (2, 'dots'), (2, 'none')]
     # What is far too much is not halved again and again.
-    fake = Fake('v5e-4', state=1e3, kept=[1000 * gib, 1000 * gib, 1000 * gib, 100 * gib], heads=1)
+    fake = Fake('v5e-4', state=1e3, kept=[950 * gib, 950 * gib, 950 * gib, 100 * gib], heads=1)
     search(fake, Config(global_batch=1024), VARY, math.inf)
     assert [row[1:] for row in fake.compiled if row[0] == '1,4,1'] == [
         (1, 'none'), (1, 'block'), (8, 'block'), (8, 'attn'), (64, 'attn'), (64, 'dots'), (64, 'none')]
@@ -267,7 +272,7 @@ def test_the_command_parses_back_to_what_was_found(seed, capsys, monkeypatch):
     rng = random.Random(seed)
     presets = {'big': dict(accumulate=4, remat='dots', global_batch=256)}
     texts = ['a b', "it's", '"quoted"', '$HOME `x` \\', '', '*', 'ROMEO:\nO', 'true', 'ü']
-    for _ in range(200):
+    for _ in range(100):
         fake = random_case(rng)[0]
         words = rng.choice((['--preset', 'big'], ['--preset=big'], []))
         words += rng.choice(([], ['--prompt', rng.choice(texts)], ['--prompt=' + rng.choice([*texts, '--x'])]))
@@ -295,15 +300,14 @@ def test_the_command_parses_back_to_what_was_found(seed, capsys, monkeypatch):
         assert (python, script) == ('python', 'a dir/train.py')
         again, planning = config.parse(Config, presets, args, beside=plan.Options)
         assert planning == plan.Options()
-        assert {'1,-1,1', again.mesh} & {best['options']['mesh']} or fake.slice.n_chips == math.prod(
-            abs(int(n)) * (fake.slice.n_chips if n == '-1' else 1) for n in again.mesh.split(','))
         resolved = ','.join(map(str, search_module.runtime.mesh_shape(again.mesh, fake.slice.n_chips)))
         assert dataclasses.replace(again, mesh=resolved) == dataclasses.replace(cfg, **best['options'])
     capsys.readouterr()
 
 
 def test_the_command_replaces_what_was_given(monkeypatch):
-    monkeypatch.setattr('sys.argv', shlex.split("train_gpt.py --mesh=1,2,2 --prompt 'to be' --plan v5e-4 --search --remat attn"))
+    monkeypatch.setattr('sys.argv', ['train_gpt.py', '--mesh=1,2,2', '--prompt', 'to be', '--plan', 'v5e-4', '--search',
+                                     '--remat', 'attn'])
     fake, cfg = Fake('v5e-4'), Config(mesh='1,2,2', prompt='to be', remat='attn')
     assert command(fake, cfg, dict(mesh='1,4,1', accumulate=2, remat='attn')) == \
         "python train_gpt.py --prompt 'to be' --remat attn --mesh 1,4,1 --accumulate 2"
@@ -327,16 +331,17 @@ def test_advice_takes_the_first_change_that_fits(capsys, monkeypatch):
     fake = Fake('v5e-4', kept=[20 * gib, 19 * gib, 3 * gib, 2 * gib], **kept)
     text = advise(fake, Config())
     assert [row[1:] for row in fake.compiled] == [(1, 'dots'), (1, 'attn')]
-    assert 'python train.py --remat attn\n' in text and f'step {fake.figures(Config(mesh="1,4,1", remat="attn"))["step_s"] * 1e3:,.1f}' in text
-    assert '1 of about ' in capsys.readouterr().out or True
+    step_s = fake.figures(Config(mesh='1,4,1', remat='attn'))['step_s']
+    assert 'python train.py --remat attn\n' in text
+    assert f'it fits, 3.25 GiB of 15.75 GiB, step {step_s * 1e3:,.1f} ms' in text
     # Smaller micro-batches, when rematerialization does not help.
     fake = Fake('v5e-4', kept=[20 * gib] * 4, **kept)
     assert 'python train.py --accumulate 2\n' in advise(fake, Config())
     assert [row[1:] for row in fake.compiled] == [(1, 'dots'), (1, 'attn'), (1, 'block'), (2, 'none')]
-    # Both: at 16 micro-batches of one sequence only this fits.
+    # Both: without rematerialization not even single sequences fit, which is seen without a compile.
     fake = Fake('v5e-4', kept=[1000 * gib, 1000 * gib, 1000 * gib, 30 * gib], **kept)
-    assert 'python train.py --accumulate 4 --remat block\n' in advise(fake, Config(accumulate=1)) or \
-        'python train.py --accumulate 2 --remat block\n' in advise(fake, Config(accumulate=1))
+    assert 'python train.py --accumulate 2 --remat block\n' in advise(fake, Config())
+    assert [row[1:] for row in fake.compiled] == [(1, 'dots'), (1, 'attn'), (1, 'block'), (2, 'block')]
     # All fsdp: the weights are too many for a copy in each half, which is seen without a compile.
     fake = Fake('v5e-4', state=40 * 2**30, kept=[gib / 8] * 4, grads=.1, heads=1)
     assert 'python train.py --mesh 1,4,1\n' in advise(fake, Config(mesh='2,2,1'))
@@ -366,8 +371,7 @@ def test_advice_of_random_cases(seed, capsys):
         for v in order:
             one = dataclasses.replace(cfg, mesh=','.join(map(str, v.mesh)), accumulate=v.accumulate,
                                       remat=REMATS[v.level])
-            if v.mesh[0] * v.mesh[1] * v.accumulate and not cfg.global_batch % (v.mesh[0] * v.mesh[1] * v.accumulate) \
-                    and fake.figures(one)['fits']:
+            if cfg.global_batch % (v.mesh[0] * v.mesh[1] * v.accumulate) == 0 and fake.figures(one)['fits']:
                 wanted = one
                 break
         outcomes.add(wanted is None)
