@@ -315,6 +315,40 @@ def test_the_command_replaces_what_was_given(monkeypatch):
         "python train_gpt.py --mesh=1,2,2 --prompt 'to be' --remat none"
 
 
+def test_exit_codes_and_the_json_file(tmp_path, capsys, monkeypatch):
+    for name, value in (('aot.start', lambda n: None), ('runtime.check_versions', lambda: ''), ('report', lambda p: '')):
+        monkeypatch.setattr(f'nano.plan.{name}', value)
+    file = tmp_path / 'plan.json'
+
+    def run(fake, **options):
+        monkeypatch.setattr(plan, 'Planner', lambda *_: fake)
+        plan.run(plan.Options(plan='v5e-4', plan_json=str(file), **options), Config(), None, VARY)
+        return json.loads(file.read_text())
+
+    fits = run(Fake('v5e-4', state=1e9, kept=[1e9] * 4), search=True)
+    assert fits['best'] in fits['search'] and fits['best']['options']['remat'] == 'none' and fits['best']['command']
+    with pytest.raises(SystemExit) as e:
+        run(Fake('v5e-4', state=1e9, kept=[1e15] * 4), search=True)
+    assert e.value.code == 1 and json.loads(file.read_text())['best'] is None
+    fake = Fake('v5e-4', state=1e9, kept=[1e15] * 4)
+    fake.plan = lambda cfg, *_: fake.figures(dataclasses.replace(cfg, mesh='1,4,1'))
+    assert run(fake, search_minutes=0.)['fits'] is False  # an answer: no error
+    assert 'None of 0 changes' in capsys.readouterr().out
+
+
+def test_the_script_refuses_what_a_search_may_ask():
+    import train_gpt
+    mesh = types.SimpleNamespace(mesh_shape=(1, 2, 2))
+    cfg = dataclasses.replace(train_gpt.Config(), heads=4, kv_heads=2)
+    assert train_gpt.check_batch(cfg, mesh) == 2
+    assert train_gpt.check_batch(dataclasses.replace(cfg, kv_heads=1, device='cpu'), mesh) == 2  # plain attention
+    for wrong in (dict(kv_heads=1), dict(heads=3), dict(accumulate=3)):
+        with pytest.raises(UserError):
+            train_gpt.check_batch(dataclasses.replace(cfg, **wrong), mesh)
+    with pytest.raises(UserError, match='without --scan'):  # rematerialization is scan's
+        train_gpt.step_to_plan(dataclasses.replace(cfg, scan=False, remat='dots'), mesh, None)
+
+
 # ---- advice ----
 
 def advise(fake, cfg, budget=math.inf):
