@@ -249,12 +249,16 @@ def advice(planner: plan.Planner, cfg: Any, vary: dict[str, list], found: dict, 
             todo.pop(0)
     except KeyboardInterrupt:
         pass
-    return f'\nNone of {len(trials.rows)} changes that were tried makes it fit. {alone(trials)}'
+    near = min((row for row in trials.rows if 'figures' in row), key=rank, default=None)
+    return (f'\nNone of {len(trials.rows)} changes that were tried makes it fit' + (
+        f', {len(todo)} are untried' if todo else '') + (
+        f'. The closest: {as_words(near["options"])} {verdict(near["figures"])}' if near else '') + f'. {alone(trials)}')
 
 
 def alone(trials: Trials) -> str:
     """What weights and optimizer state take by themselves, on the mesh where they take least."""
     mesh, held = min(trials.held.items(), key=lambda item: item[1])
     n = math.ceil(held * mesh[1] * mesh[2] / (trials.limit - trials.reserved))
+    more = ': more chips are needed' if held + trials.reserved > trials.limit else ''
     return (f'Weights and optimizer alone take {plan.gib(held)} of a chip\'s {plan.gib(trials.limit)}, in all the '
-            f'memory of {n} chips' + (': more chips are needed' if held + trials.reserved > trials.limit else ''))
+            f'memory of {n} chip{"s" * (n > 1)}{more}')
