@@ -4,10 +4,9 @@ A script offers it with `plan.Options` beside its own options and one function t
 
     cfg, planning = config.parse(Config, PRESETS, argv, beside=plan.Options)
     if planning.plan:
-        return plan.run(planning, cfg, step_to_plan, {'remat': REMAT, 'accumulate': ...})
+        return plan.run(planning, cfg, step_to_plan, {'remat': list(REMAT)})
 """
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -29,14 +28,16 @@ class Options:
                     # it would cost, by the real TPU compiler; needs no TPU, and nothing is run
     plan_json: str = ''  # with --plan: write all its figures to this file
     search: bool = False  # with --plan: try meshes, micro-batches and rematerialization, and rank them
-    search_minutes: float = 30.0  # with --search: begin no other attempt after this time
+    # with --search, and after a plan that does not fit: begin no other attempt after this time
+    search_minutes: float = 30.0
     tokens: float = 0.0  # with --plan: what to train on, for time and cost; 0 is that of --steps. Images count as tokens
     price: float = 0.0  # with --plan: USD for a chip for an hour; 0 is the list price
 
 
 def run(options: Options, cfg: Any, make_step: Callable[[Any, Any, Any], aot.Step], vary: dict[str, list]) -> None:
-    """Plans `cfg` on the slice. `make_step(cfg, mesh, device)` makes the script's training step; `vary` are the values
-    that --search may give to options. Raises UserError."""
+    """Plans `cfg` on the slice. `make_step(cfg, mesh, device)` makes the script's training step; `vary` may have the
+    policies of --remat for --search, the one that keeps most first. Raises UserError."""
+    from nano.search import advice, search  # which imports this module
     slice_ = chips.find_slice(options.plan)
     if options.price < 0 or options.tokens < 0:
         raise UserError('--price and --tokens cannot be negative')
@@ -58,6 +59,8 @@ def run(options: Options, cfg: Any, make_step: Callable[[Any, Any, Any], aot.Ste
         part.write_text(json.dumps(found, indent=1))
         part.replace(options.plan_json)
         print(f'wrote {options.plan_json}')
+    if options.search and not found['best']:
+        sys.exit(1)
 
 
 class Planner:
@@ -72,14 +75,16 @@ class Planner:
         mesh = runtime.make_mesh(cfg.mesh, self.slice.n_chips)
         return aot.trace(lambda device: self.make_step(cfg, mesh, device), self.slice.n_chips)
 
-    def plan(self, cfg: Any) -> dict:
+    def plan(self, cfg: Any, traced: aot.Traced | None = None, what: str = '') -> dict:
+        """The figures of `cfg`; `what` is said of the compile in place of the usual words."""
         mesh = runtime.mesh_shape(cfg.mesh, self.slice.n_chips)
-        say(f'tracing the training step for {self.slice.n_chips} chips ...')
-        traced = self.trace(cfg)
+        if traced is None:
+            say(f'tracing the training step for {self.slice.n_chips} chips ...')
+            traced = self.trace(cfg)
         flags = compiler_flags(self.slice.chip.name)
-        with _Progress(f'compiling it with libtpu for {self.slice.name}') as progress:
+        with _Progress(what or f'compiling it with libtpu for {self.slice.name}') as progress:
             compiled = aot.compile_step(traced, self.slice, flags, self.cache, tick=progress.tick)
-        if compiled.cached:
+        if compiled.cached and not what:
             say('compiled before: from the cache in ' + str(self.cache))
         return figures(traced, compiled, self.slice, mesh, self.options)
 
@@ -292,24 +297,3 @@ def report(p: dict) -> str:
     row('compile', f'{p["compile_s"]:.0f} s', 'on this machine' + (', when it was compiled first' if p['cached'] else ''))
     lines += [f'  The compiler warns: {w}' for w in p['compiler_warnings'][:3]]
     return '\n'.join(lines)
-
-
-# ---- Finding what fits, and what is fastest ----
-
-def command(cfg: Any, changed: dict[str, Any]) -> str:
-    """The options that were changed, as words of a command line."""
-    return ' '.join(f'--{name} {value}' for name, value in changed.items())
-
-
-def attempts(cfg: Any, vary: dict[str, list]) -> list[dict[str, Any]]:
-    """All combinations of the values that options may take."""
-    return [dict(zip(vary, values)) for values in itertools.product(*vary.values())]
-
-
-def advice(planner: Planner, cfg: Any, vary: dict[str, list], found: dict, budget_s: float) -> str:
-    """What makes a run fit that does not: the first that does, of more rematerialization and smaller micro-batches."""
-    return ''
-
-
-def search(planner: Planner, cfg: Any, vary: dict[str, list], budget_s: float) -> dict:
-    return {}

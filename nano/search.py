@@ -1,0 +1,264 @@
+"""--search: which mesh, micro-batches and rematerialization are fastest on a slice; and what makes a plan fit.
+
+An attempt is a real compile of a minute or more, so most variants are never compiled: memory and work are ordered. More
+rematerialization takes less memory and more work; so do smaller micro-batches, each of which gathers the weights again.
+
+- What fits rules out what does more work on its mesh: as much rematerialization and as many micro-batches, or more.
+- What does not fit rules out what takes more memory, also on meshes that spread the weights over fewer chips.
+
+The first attempt on a mesh is the one with the least work: if it fits, the mesh is done. Else the search walks along
+the border of what fits, from its other end: the most rematerialization in the largest micro-batches. If that fits,
+less of it is tried, which is faster if it fits too; if not, smaller micro-batches. Each attempt settles a row or a
+column: R policies and A sizes take at most R + A compiles in place of R x A, and the first that fits comes early.
+"""
+import dataclasses
+import math
+import shlex
+import sys
+import time
+from typing import Any, NamedTuple, get_type_hints
+
+from nano import UserError, chips, config, plan, runtime, say
+
+SMALL = 1 / 4  # of a chip's memory: weights and optimizer state up to this may be held in several copies
+# Micro-batches of 1/k need at least 1/k of the program's memory, and rather more: gradients do not shrink with them.
+# Less is counted on, because the compiler's figure for what does not fit is no exact one.
+SHRINKS = 3 / 4
+
+
+class Variant(NamedTuple):
+    mesh: tuple[int, int, int]  # data, fsdp, tensor
+    accumulate: int
+    level: int  # of rematerialization: the number of the script's policy
+
+
+def meshes(slice_: chips.Slice) -> list[tuple[int, int, int]]:
+    """The meshes worth a try, the likeliest first.
+
+    `data` is the number of slices: no weights are gathered over the data center's network. More copies of the weights
+    only pay if they are gathered over less of the torus, or not at all, so there are two such meshes: with a copy in
+    each line of the torus, and on each chip. `tensor` sends activations in every layer: it comes last, for batches with
+    fewer sequences than chips, and for memory.
+    """
+    found = []
+    for tensor in (t for t in (1, 2, 4, 8) if slice_.chips_per_slice % t == 0):
+        n = slice_.chips_per_slice // tensor
+        found += [(slice_.n_chips // (fsdp * tensor), fsdp, tensor)
+                  for fsdp in dict.fromkeys((n, slice_.shape[-1], 1)) if n % fsdp == 0]
+    return found
+
+
+def micro_batches(cfg: Any, mesh: tuple[int, int, int], least: int = 1) -> list[int]:
+    """Values of --accumulate, from `least` to one sequence at a time, each at least twice the one before."""
+    found, rows = [], max(1, cfg.global_batch // (mesh[0] * mesh[1]))
+    for n in range(least, rows + 1):
+        if rows % n == 0 and (not found or n >= 2 * found[-1]):
+            found.append(n)
+    return found
+
+
+class Trials:
+    """What was tried, and what follows from it for the rest. Sizes are bytes on each chip."""
+
+    def __init__(self, planner: plan.Planner, cfg: Any, vary: dict[str, list], budget_s: float, small: float = 1.0):
+        self.planner, self.cfg, self.remats, self.small = planner, cfg, vary.get('remat', []), small
+        self.levels = range(max(1, len(self.remats)))
+        self.limit = planner.slice.chip.usable_gib * plan.GIB
+        self.ends = time.perf_counter() + budget_s
+        self.rows: list[dict] = []  # each attempt, for JSON
+        self.fits: list[Variant] = []
+        self.misfits: list[tuple[Variant, float, float]] = []  # variant, what its program takes, what there is for it
+        self.held: dict[tuple, int] = {}  # mesh -> weights and optimizer state
+        self.reserved = 0  # by the runtime; known after the first compile
+        self.refused, self.refusal = 0, ''
+
+    def options(self, v: Variant) -> dict[str, Any]:
+        remat = {'remat': self.remats[v.level]} if self.remats else {}
+        return dict(mesh=','.join(map(str, v.mesh)), accumulate=v.accumulate, **remat)
+
+    def pointless(self, v: Variant) -> bool:
+        """Whether v cannot fit, or cannot be faster than one that does, or makes copies of what is not small."""
+        held, copies = self.held.get(v.mesh, 0), v.mesh[0] > self.planner.slice.n_slices
+        if held + self.reserved > self.limit or copies and held > self.small * self.limit:
+            return True
+        if any(f.mesh == v.mesh and f.level <= v.level and f.accumulate <= v.accumulate for f in self.fits):
+            return True
+        return any(m.mesh[2] == v.mesh[2] and m.mesh[1] >= v.mesh[1] and m.level >= v.level and (
+            m.accumulate >= v.accumulate or SHRINKS * program * m.accumulate / v.accumulate > room)
+            for m, program, room in self.misfits)
+
+    def learn(self, v: Variant, p: dict):
+        """Takes the figures of a compiled variant into account."""
+        m, self.reserved = p['memory'], p['memory']['reserved']
+        self.held[v.mesh] = m['weights'] + m['optimizer']
+        taken = self.held[v.mesh] + m['batch'] + m['reserved']
+        if p['fits']:
+            self.fits.append(v)
+        else:
+            self.misfits.append((v, m['total'] - taken, m['limit'] - taken))
+
+    def attempt(self, v: Variant, left: list[Variant]) -> dict | None:
+        """The figures of v if it fits. What the script refuses is only counted; a failure is a row as others are."""
+        row, began = dict(options=self.options(v)), time.perf_counter()
+        cfg, words = dataclasses.replace(self.cfg, **row['options']), as_words(row['options'])
+        try:
+            try:
+                traced = self.planner.trace(cfg)
+            except UserError as e:  # a batch that does not divide, say
+                self.refused, self.refusal = self.refused + 1, str(e)
+                return None
+            parts = {group: sum(tensors.values()) for group, tensors in traced.local_bytes.items()}
+            self.held[v.mesh] = parts['weights'] + parts['state']
+            if self.pointless(v) or sum(parts.values()) + self.reserved > self.limit:
+                return None
+            of = len(self.rows) + most_compiles(left)
+            row['figures'] = self.planner.plan(cfg, traced, f'{len(self.rows) + 1} of about {of}: {words}')
+            self.learn(v, row['figures'])
+            result = verdict(row['figures'])
+        except Exception as e:  # the compiler's, a kernel's that takes no such shape, no more memory on the host
+            text = str(e) if isinstance(e, UserError) else f'failed, {type(e).__name__}: {e}'
+            row['error'] = text.splitlines()[0][:200]
+            result = f'{words}: {row["error"]}'  # there may have been no line before this one
+        row['seconds'] = time.perf_counter() - began
+        self.rows.append(row)
+        say(f'  {row["seconds"]:.0f} s: {result}')
+        return row['figures'] if v in self.fits else None
+
+
+def most_compiles(left: list[Variant]) -> int:
+    """How many compiles the rest can take: one for each row and column of what is left of a mesh."""
+    sides = {}
+    for v in left:
+        sides.setdefault(v.mesh, set()).update({('accumulate', v.accumulate), ('level', v.level)})
+    return sum(len(side) - 1 for side in sides.values())
+
+
+def as_words(options: dict[str, Any]) -> str:
+    return ' '.join(f'--{name} {value}' for name, value in options.items())
+
+
+def verdict(p: dict) -> str:
+    total, limit = p['memory']['total'], p['memory']['limit']
+    return f'fits, {plan.gib(total)} of {plan.gib(limit)}, step {p["step_s"] * 1e3:,.1f} ms' if p['fits'] else \
+        f'does not fit, {plan.gib(total - limit)} too much'
+
+
+# ---- --search ----
+
+def search(planner: plan.Planner, cfg: Any, vary: dict[str, list], budget_s: float) -> dict:
+    """Prints the ranked variants and the command of the best. Returns all attempts, and the best or None, for JSON."""
+    trials, order = Trials(planner, cfg, vary, budget_s, SMALL), []
+    for mesh in meshes(planner.slice):
+        least_work, *rest = [Variant(mesh, n, level) for n in micro_batches(cfg, mesh) for level in trials.levels]
+        order += [least_work, *sorted(rest, key=lambda v: (v.accumulate, -v.level))]
+    todo, stopped = order, ''
+    say(f'searching {len(order)} variants, most of them by ruling them out; Ctrl-C ends it')
+    try:
+        while todo and not stopped:
+            trials.attempt(todo[0], todo)
+            todo = [v for v in todo[1:] if not trials.pointless(v)]
+            if todo and trials.rows and time.perf_counter() >= trials.ends:
+                stopped = 'after --search_minutes'
+    except KeyboardInterrupt:
+        stopped = 'by Ctrl-C'
+    rows = sorted(trials.rows, key=rank)
+    planned = [row for row in rows if 'figures' in row]
+    best = planned[0] if planned and planned[0]['figures']['fits'] else None
+    ruled_out = len(order) - len(todo) - len(rows) - trials.refused
+    print(table(planner.slice, rows))
+    print(f'\n{len(rows)} tried, {ruled_out} ruled out, {trials.refused} refused by the script' + (
+        f'; stopped {stopped}: {len(todo)} left untried' if stopped else ''))
+    if best:
+        best['command'] = command(planner, cfg, best['options'])
+        print(f'\nThe fastest of these, as predicted:\n\n  {best["command"]}')
+    elif planned:
+        print(f'\nNothing that was tried fits {planner.slice.name}. The closest: {as_words(planned[0]["options"])} '
+              f'{verdict(planned[0]["figures"])}. {alone(trials)}')
+    elif trials.held and not rows:
+        print(f'\nNothing fits {planner.slice.name}. {alone(trials)}')
+    else:
+        print(f'\nNothing could be planned for {planner.slice.name}: {trials.refusal or "see above"}')
+    return dict(search=rows, best=best, ruled_out=ruled_out, refused=trials.refused, untried=len(todo))
+
+
+def rank(row: dict) -> tuple:
+    """What fits by its time, then the rest by what is too much, then failures."""
+    p = row.get('figures')
+    return (2, 0) if p is None else (0, p['step_s']) if p['fits'] else (1, p['memory']['total'])
+
+
+def table(slice_: chips.Slice, rows: list[dict]) -> str:
+    unit = next((row['figures']['unit'] for row in rows if 'figures' in row), 'units')
+    lines = ['', f'PREDICTED for {slice_.name}. Compiled by libtpu, not run.', '',
+             f'{"step":>14}{"MFU":>8}{unit + "/s":>14}{"peak":>12}{"to spare":>12}  options']
+    for row in rows:
+        p = row.get('figures')
+        if p and p['fits']:
+            total, spare = p['memory']['total'], p['memory']['limit'] - p['memory']['total']
+            lines.append(f'{p["step_s"] * 1e3:>11,.1f} ms{p["mfu"]:>8.1%}{p["units_per_s"]:>14,.0f}'
+                         f'{plan.gib(total):>12}{plan.gib(spare):>12}  {as_words(row["options"])}' + (
+                             ' (the host limits)' if p['host_trace_s'] > p['device_s'] else ''))
+        else:
+            lines.append(f'  {as_words(row["options"])}: {verdict(p) if p else row["error"]}')
+    return '\n'.join(lines)
+
+
+def command(planner: plan.Planner, cfg: Any, options: dict[str, Any]) -> str:
+    """The user's own command line with these options, without those of a plan and --device: it is for a TPU."""
+    changed = {name: value for name, value in options.items() if value != getattr(cfg, name)}
+    try:
+        if runtime.mesh_shape(cfg.mesh, planner.slice.n_chips) == tuple(map(int, options['mesh'].split(','))):
+            changed.pop('mesh', None)  # written otherwise, with a -1
+    except UserError:
+        pass  # the user's mesh is for another slice
+    kinds = get_type_hints(type(cfg)) | get_type_hints(plan.Options)
+    drop = {f.name for f in dataclasses.fields(plan.Options)} | {'device'} | changed.keys()
+    args, words = sys.argv[1:], ['python', sys.argv[0]]
+    while args:  # as config.parse reads them
+        taken = [args.pop(0)]
+        name, equals, _ = taken[0].removeprefix('--').partition('=')
+        name = name.replace('-', '_')
+        if args and not equals and (kinds.get(name) is not bool or args[0].lower() in config.BOOLS):
+            taken.append(args.pop(0))
+        words += [] if name in drop else taken
+    return shlex.join(words + [word for name, value in changed.items() for word in (f'--{name}', str(value))])
+
+
+# ---- After a plan that does not fit ----
+
+def advice(planner: plan.Planner, cfg: Any, vary: dict[str, list], found: dict, budget_s: float) -> str:
+    """The first change with which it fits: more rematerialization, smaller micro-batches, both, or these with weights
+    spread over all chips."""
+    trials, mine = Trials(planner, cfg, vary, budget_s), tuple(found['mesh'].values())
+    level = trials.remats.index(cfg.remat) if trials.remats else 0
+    trials.learn(Variant(mine, cfg.accumulate, level), found)
+    todo = []
+    for mesh in dict.fromkeys((mine, meshes(planner.slice)[0])):
+        todo += [Variant(mesh, cfg.accumulate, n) for n in trials.levels[level + (mesh == mine):]]
+        todo += [Variant(mesh, n, at) for at in dict.fromkeys((level, trials.levels[-1]))
+                 for n in micro_batches(cfg, mesh, 2 * cfg.accumulate)]
+    say('\nlooking for what makes it fit; Ctrl-C ends this')
+    try:
+        while todo := [v for v in todo if not trials.pointless(v)]:
+            if time.perf_counter() >= trials.ends:
+                break
+            if fits := trials.attempt(todo[0], todo):
+                return (f'\nPredicted: it {verdict(fits)}, with\n\n'
+                        f'  {command(planner, cfg, trials.options(todo[0]))}\n\n'
+                        f'This is the first that was found; --search looks for the fastest.')
+            todo.pop(0)
+    except KeyboardInterrupt:
+        pass
+    near = min((row for row in trials.rows if 'figures' in row), key=rank, default=None)
+    return (f'\nNone of {len(trials.rows)} changes that were tried makes it fit' + (
+        f', {len(todo)} are untried' if todo else '') + (
+        f'. The closest: {as_words(near["options"])} {verdict(near["figures"])}' if near else '') + f'. {alone(trials)}')
+
+
+def alone(trials: Trials) -> str:
+    """What weights and optimizer state take by themselves, on the mesh where they take least."""
+    mesh, held = min(trials.held.items(), key=lambda item: item[1])
+    n = math.ceil(held * mesh[1] * mesh[2] / (trials.limit - trials.reserved))
+    more = ': more chips are needed' if held + trials.reserved > trials.limit else ''
+    return (f'Weights and optimizer alone take {plan.gib(held)} of a chip\'s {plan.gib(trials.limit)}, in all the '
+            f'memory of {n} chip{"s" * (n > 1)}{more}')
