@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nano import UserError, aot, checkpoint, config, hf, plan, resume, runtime, shards, splash
+from nano import UserError, checkpoint, config, hf, plan, resume, runtime, shards, splash
 from nano.tokenizer import load_tokenizer
 from nano.track import Meter, Tracker
 
@@ -772,7 +772,7 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
 
 # ---- A plan, an export, and the default data ----
 
-def step_to_plan(cfg: Config, mesh, device) -> aot.Step:
+def step_to_plan(cfg: Config, mesh, device) -> plan.Step:
     """What --plan compiles: the step that a run makes, on weights that hold nothing."""
     import torch_xla.distributed.spmd as xs
     check(cfg)  # once more: --search varies what was checked
@@ -784,7 +784,7 @@ def step_to_plan(cfg: Config, mesh, device) -> aot.Step:
         xs.mark_sharding(t, mesh, (BATCH, None))
     lr = torch.zeros(1, device=device)
     tokens = cfg.global_batch * cfg.seq_len
-    return aot.Step(dict(model.named_parameters()), state, batch | dict(lr=lr),
+    return plan.Step(dict(model.named_parameters()), state, batch | dict(lr=lr),
                     lambda: train_step(cfg, model, state, *batch.values(), lr), 'tokens', tokens, cfg.steps,
                     flops_per_token(cfg) * tokens, FLOPS_RULE)
 

@@ -1,11 +1,11 @@
-"""nano/hlo.py: counts and times from a scheduled program, against brute force and against programs whose cost is known."""
+"""nano/plan/hlo.py: counts and times from a scheduled program, against brute force and against programs whose cost is known."""
 import itertools
 import random
 
 import pytest
 
-from nano import hlo
 from nano.chips import CHIPS
+from nano.plan import hlo
 
 CHIP = CHIPS['v5e']
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import train_gpt
-from nano import UserError, aot, chips, plan
+from nano import chips
+from nano.plan import aot, report
 
 ROOT = Path(__file__).resolve().parent.parent
 # A model whose parts are told apart by their sizes: 2 layers, width 256, 4 heads of 128 on 2, MLP 512, 512 tokens.
@@ -47,7 +48,8 @@ TRACE = f'''
 import json, sys
 sys.path.insert(0, {str(ROOT)!r})
 import train_gpt
-from nano import aot, runtime
+from nano import runtime
+from nano.plan import aot
 aot.start(16)
 import torch_xla.runtime
 cfg = train_gpt.Config(device='tpu', **{SMALL!r})
@@ -150,10 +152,10 @@ def test_axes_of_groups():
     """The devices of a mesh 2,4,2 are numbered data first."""
     mesh = (2, 4, 2)
     ids = [[[4 * 2 * d + 2 * f + t for t in range(2)] for f in range(4)] for d in range(2)]
-    assert plan.axes_of((ids[0][1][0], ids[0][1][1]), mesh) == 'tensor'
-    assert plan.axes_of(tuple(ids[1][f][1] for f in range(4)), mesh) == 'fsdp'
-    assert plan.axes_of((ids[0][2][1], ids[1][2][1]), mesh) == 'data'
-    assert plan.axes_of(tuple(ids[d][f][0] for d in range(2) for f in range(4)), mesh) == 'data,fsdp'
+    assert report.axes_of((ids[0][1][0], ids[0][1][1]), mesh) == 'tensor'
+    assert report.axes_of(tuple(ids[1][f][1] for f in range(4)), mesh) == 'fsdp'
+    assert report.axes_of((ids[0][2][1], ids[1][2][1]), mesh) == 'data'
+    assert report.axes_of(tuple(ids[d][f][0] for d in range(2) for f in range(4)), mesh) == 'data,fsdp'
 
 
 # ---- At night ----
@@ -214,7 +216,7 @@ def test_a_model_that_is_too_large_is_an_answer(cache, tmp_path):
 FORK = '''
 from dataclasses import dataclass
 import torch
-from nano import aot, config, plan
+from nano import config, plan
 
 @dataclass
 class Config:
@@ -237,7 +239,7 @@ def step(cfg, mesh, device):
                 t -= 0.1 * t.grad
                 t.grad = None
         return loss
-    return aot.Step(w, {}, dict(x=x), run, 'rows', 256, 1000, 6 * 2 * cfg.width ** 2 * 256, '6 P')
+    return plan.Step(w, {}, dict(x=x), run, 'rows', 256, 1000, 6 * 2 * cfg.width ** 2 * 256, '6 P')
 
 cfg, planning = config.parse(Config, {}, beside=plan.Options)
 plan.run(planning, cfg, step, {})

@@ -10,8 +10,8 @@ import types
 import pytest
 
 from nano import UserError, chips, config, plan
-from nano import search as search_module
-from nano.search import SMALL, Variant, advice, command, meshes, micro_batches, search
+from nano.plan import report, search as search_module
+from nano.plan.search import SMALL, Variant, advice, command, meshes, micro_batches, search
 
 REMATS = ['none', 'dots', 'attn', 'block']
 VARY = {'remat': REMATS}
@@ -243,7 +243,7 @@ def test_nothing_fits(capsys):
     out = capsys.readouterr().out
     assert found['best'] is None and found['search']
     closest = min(row['figures']['memory']['total'] for row in found['search']) - fake.limit
-    assert f'does not fit, {plan.gib(closest)} too much. Weights and optimizer alone take 0.23 GiB' in out
+    assert f'does not fit, {report.gib(closest)} too much. Weights and optimizer alone take 0.23 GiB' in out
     # Weights too large for all chips together: nothing is compiled.
     fake = Fake('v5e-4', state=100 * 2**30, heads=1)
     assert search(fake, Config(), VARY, math.inf)['best'] is None and not fake.compiled
@@ -340,11 +340,11 @@ def test_the_script_refuses_what_a_search_may_ask():
     import train_gpt
     mesh = types.SimpleNamespace(mesh_shape=(1, 2, 2))
     cfg = dataclasses.replace(train_gpt.Config(), heads=4, kv_heads=2)
-    assert train_gpt.check_batch(cfg, mesh) == 2
-    assert train_gpt.check_batch(dataclasses.replace(cfg, kv_heads=1, device='cpu'), mesh) == 2  # plain attention
+    assert train_gpt.check_mesh(cfg, mesh) == 2
+    assert train_gpt.check_mesh(dataclasses.replace(cfg, kv_heads=1, device='cpu'), mesh) == 2  # plain attention
     for wrong in (dict(kv_heads=1), dict(heads=3), dict(accumulate=3)):
         with pytest.raises(UserError):
-            train_gpt.check_batch(dataclasses.replace(cfg, **wrong), mesh)
+            train_gpt.check_mesh(dataclasses.replace(cfg, **wrong), mesh)
     with pytest.raises(UserError, match='without --scan'):  # rematerialization is scan's
         train_gpt.step_to_plan(dataclasses.replace(cfg, scan=False, remat='dots'), mesh, None)
 

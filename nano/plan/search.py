@@ -19,6 +19,7 @@ import time
 from typing import Any, NamedTuple, get_type_hints
 
 from nano import UserError, chips, config, plan, runtime, say
+from nano.plan.report import GIB, gib
 
 SMALL = 1 / 4  # of a chip's memory: weights and optimizer state up to this may be held in several copies
 # Micro-batches of 1/k need at least 1/k of the program's memory, and rather more: gradients do not shrink with them.
@@ -63,7 +64,7 @@ class Trials:
     def __init__(self, planner: plan.Planner, cfg: Any, vary: dict[str, list], budget_s: float, small: float = 1.0):
         self.planner, self.cfg, self.remats, self.small = planner, cfg, vary.get('remat', []), small
         self.levels = range(max(1, len(self.remats)))
-        self.limit = planner.slice.chip.usable_gib * plan.GIB
+        self.limit = planner.slice.chip.usable_gib * GIB
         self.ends = time.perf_counter() + budget_s
         self.rows: list[dict] = []  # each attempt, for JSON
         self.fits: list[Variant] = []
@@ -139,8 +140,8 @@ def as_words(options: dict[str, Any]) -> str:
 
 def verdict(p: dict) -> str:
     total, limit = p['memory']['total'], p['memory']['limit']
-    return f'fits, {plan.gib(total)} of {plan.gib(limit)}, step {p["step_s"] * 1e3:,.1f} ms' if p['fits'] else \
-        f'does not fit, {plan.gib(total - limit)} too much'
+    return f'fits, {gib(total)} of {gib(limit)}, step {p["step_s"] * 1e3:,.1f} ms' if p['fits'] else \
+        f'does not fit, {gib(total - limit)} too much'
 
 
 # ---- --search ----
@@ -196,7 +197,7 @@ def table(slice_: chips.Slice, rows: list[dict]) -> str:
         if p and p['fits']:
             total, spare = p['memory']['total'], p['memory']['limit'] - p['memory']['total']
             lines.append(f'{p["step_s"] * 1e3:>11,.1f} ms{p["mfu"]:>8.1%}{p["units_per_s"]:>14,.0f}'
-                         f'{plan.gib(total):>12}{plan.gib(spare):>12}  {as_words(row["options"])}' + (
+                         f'{gib(total):>12}{gib(spare):>12}  {as_words(row["options"])}' + (
                              ' (the host limits)' if p['host_trace_s'] > p['device_s'] else ''))
         else:
             lines.append(f'  {as_words(row["options"])}: {verdict(p) if p else row["error"]}')
@@ -260,5 +261,5 @@ def alone(trials: Trials) -> str:
     mesh, held = min(trials.held.items(), key=lambda item: item[1])
     n = math.ceil(held * mesh[1] * mesh[2] / (trials.limit - trials.reserved))
     more = ': more chips are needed' if held + trials.reserved > trials.limit else ''
-    return (f'Weights and optimizer alone take {plan.gib(held)} of a chip\'s {plan.gib(trials.limit)}, in all the '
+    return (f'Weights and optimizer alone take {gib(held)} of a chip\'s {gib(trials.limit)}, in all the '
             f'memory of {n} chip{"s" * (n > 1)}{more}')

@@ -43,6 +43,7 @@ class Step:
 @dataclass
 class Traced:
     module: bytes  # MLIR bytecode
+    key: str  # of what is computed: a hash that does not depend on where the operators come from
     n_devices: int
     parameters: dict[int, str]  # number of a program's input -> 'weights w_up_LDF', 'state ...', 'batch ...'
     local_bytes: dict[str, dict[str, int]]  # weights, state, batch: name -> bytes on each chip
@@ -124,7 +125,7 @@ def trace(make: Callable[[torch.device], Step], n_devices: int) -> Traced:
     for number, t in context.device_parameter_id_tensor_mapping().items():
         if t.device.type == 'xla' and (name := name_of.get(xla._unique_id_for_ir_and_data(t))):
             numbers[name] = number
-    module = _module(hlo, numbers, sharding, list(state))
+    module, key = _module(hlo, numbers, sharding, list(state))
     # The step once more, as all those after the first: what scan and the kernels keep is there now.
     xla._clear_pending_irs(str(device))
     began = time.perf_counter()
@@ -133,7 +134,7 @@ def trace(make: Callable[[torch.device], Step], n_devices: int) -> Traced:
     xla._clear_pending_irs(str(device))
     local = {group: {name: math.prod(local_shape(t.shape, sharding[f'{group} {name}'])) * t.element_size()
                      for name, t in tensors.items()} for group, tensors in groups.items()}
-    return Traced(module, n_devices, {number: name for name, number in numbers.items()}, local,
+    return Traced(module, key, n_devices, {number: name for name, number in numbers.items()}, local,
                   sum(t.numel() for t in step.weights.values()), trace_s, step)
 
 
@@ -144,8 +145,8 @@ def local_shape(shape: tuple[int, ...], sharding: str) -> tuple[int, ...]:
     return tuple(-(-n // w) for n, w in zip(shape, ways))
 
 
-def _module(hlo: bytes, numbers: dict[str, int], sharding: dict[str, str], state: list[str]) -> bytes:
-    """HLO -> MLIR, with what tracing on placeholders loses and a run has: the sharding of the inputs, and that the new
+def _module(hlo: bytes, numbers: dict[str, int], sharding: dict[str, str], state: list[str]) -> tuple[bytes, str]:
+    """HLO -> MLIR and its key, with what tracing on placeholders loses and a run has: the sharding of the inputs, and that the new
     weights are written over the old. Output 0 is the metrics, then come those of `state`."""
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
@@ -162,7 +163,8 @@ def _module(hlo: bytes, numbers: dict[str, int], sharding: dict[str, str], state
                 attributes[number]['tf.aliasing_output'] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32),
                                                                              1 + state.index(name))
         main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(one) for one in attributes])
-        return mlir.module_to_bytecode(module)
+        text = module.operation.get_asm(enable_debug_info=False)
+        return mlir.module_to_bytecode(module), hashlib.sha256(text.encode()).hexdigest()
 
 
 # ---- The compiler, in a child process ----
@@ -177,7 +179,7 @@ def compile_step(traced: Traced, where: Slice, flags: str, cache: Path | None, t
         job['host'] = [*where.shape, 1][:3]
     if where.chip.name == 'v4':
         job['config'] = 'megacore_dense'  # what torch_xla sets: the two cores of a chip are one device
-    key = hashlib.sha256(json.dumps(job).encode() + traced.module).hexdigest()
+    key = hashlib.sha256((json.dumps(job) + traced.key).encode()).hexdigest()
     kept = cache / f'{key}.json.gz' if cache else None
     if kept and kept.exists():
         try:
@@ -189,8 +191,8 @@ def compile_step(traced: Traced, where: Slice, flags: str, cache: Path | None, t
         Path(folder, 'job.json').write_text(json.dumps(job))
         began = time.perf_counter()
         with open(f'{folder}/log', 'wb') as log:
-            child = subprocess.Popen([sys.executable, '-m', 'nano.aot', folder], stdout=log, stderr=log,
-                                     cwd=Path(__file__).parent.parent, env=_environment(flags, folder))
+            child = subprocess.Popen([sys.executable, '-m', 'nano.plan.aot', folder], stdout=log, stderr=log,
+                                     cwd=Path(__file__).parents[2], env=_environment(flags, folder))
             try:
                 while child.poll() is None:
                     if time.perf_counter() - began > timeout_s:

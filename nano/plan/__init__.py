@@ -1,0 +1,116 @@
+"""--plan: does a run fit on a slice, how fast is it, what does it cost? Asked of the real TPU compiler; nothing is run.
+
+A script offers it with `plan.Options` beside its own options and one function that makes its training step:
+
+    cfg, planning = config.parse(Config, PRESETS, argv, beside=plan.Options)
+    if planning.plan:
+        return plan.run(planning, cfg, step_to_plan, {'remat': list(REMAT)})
+"""
+import dataclasses
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+from nano import UserError, chips, runtime, say
+from nano.plan import aot
+from nano.plan.aot import Step
+from nano.plan.report import as_text, figures
+
+
+@dataclass
+class Options:
+    plan: str = ''  # a slice, such as v5e-16 or 2xv5e-256: say whether this run fits there, how fast it would be and what
+                    # it would cost, by the real TPU compiler; needs no TPU, and nothing is run
+    plan_json: str = ''  # with --plan: write all its figures to this file
+    search: bool = False  # with --plan: try meshes, micro-batches and rematerialization, and rank them
+    # with --search, and after a plan that does not fit: begin no other attempt after this time
+    search_minutes: float = 30.0
+    tokens: float = 0.0  # with --plan: what to train on, for time and cost; 0 is that of --steps. Images count as tokens
+    price: float = 0.0  # with --plan: USD for a chip for an hour; 0 is the list price
+
+
+def run(options: Options, cfg: Any, make_step: Callable[[Any, Any, Any], Step], vary: dict[str, list]) -> None:
+    """Plans `cfg` on the slice. `make_step(cfg, mesh, device)` makes the script's training step; `vary` may have the
+    policies of --remat for --search, the one that keeps most first. Raises UserError."""
+    from nano.plan.search import advice, search  # which imports this module
+    slice_ = chips.find_slice(options.plan)
+    if options.price < 0 or options.tokens < 0:
+        raise UserError('--price and --tokens cannot be negative')
+    if options.plan_json and not Path(options.plan_json).absolute().parent.is_dir():
+        raise UserError(f'--plan_json {options.plan_json}: there is no such folder')
+    cfg = dataclasses.replace(cfg, device='tpu')
+    runtime.check_versions()
+    aot.start(slice_.n_chips)
+    planner = Planner(slice_, make_step, options)
+    if options.search:
+        found = search(planner, cfg, vary, options.search_minutes * 60)
+    else:
+        found = planner.plan(cfg)
+        print(as_text(found))
+        if not found['fits']:
+            print(advice(planner, cfg, vary, found, options.search_minutes * 60))
+    if options.plan_json:
+        part = Path(options.plan_json + '.part')
+        part.write_text(json.dumps(found, indent=1))
+        part.replace(options.plan_json)
+        print(f'wrote {options.plan_json}')
+    if options.search and not found['best']:
+        sys.exit(1)
+
+
+class Planner:
+    """Plans variants of a run for one slice."""
+
+    def __init__(self, slice_: chips.Slice, make_step, options: Options):
+        self.slice, self.make_step, self.options = slice_, make_step, options
+        home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+        self.cache = Path(home) / 'nano-tpu-plan'
+
+    def trace(self, cfg: Any) -> aot.Traced:
+        mesh = runtime.make_mesh(cfg.mesh, self.slice.n_chips)
+        return aot.trace(lambda device: self.make_step(cfg, mesh, device), self.slice.n_chips)
+
+    def plan(self, cfg: Any, traced: aot.Traced | None = None, what: str = '') -> dict:
+        """The figures of `cfg`; `what` is said of the compile in place of the usual words."""
+        mesh = runtime.mesh_shape(cfg.mesh, self.slice.n_chips)
+        if traced is None:
+            say(f'tracing the training step for {self.slice.n_chips} chips ...')
+            traced = self.trace(cfg)
+        flags = compiler_flags(self.slice.chip.name)
+        with _Progress(what or f'compiling it with libtpu for {self.slice.name}') as progress:
+            compiled = aot.compile_step(traced, self.slice, flags, self.cache, tick=progress.tick)
+        if compiled.cached and not what:
+            say('compiled before: from the cache in ' + str(self.cache))
+        return figures(traced, compiled, self.slice, mesh, self.options.tokens, self.options.price)
+
+
+def compiler_flags(chip: str) -> str:
+    """What a run has: runtime's, and what torch_xla 2.9 adds on a TPU (its __init__.py, _setup_libtpu_flags)."""
+    theirs = {'xla_tpu_use_enhanced_launch_barrier': 'false', 'xla_latency_hiding_scheduler_rerun': '1',
+              'xla_tpu_prefer_async_allgather_to_allreduce': 'true', 'xla_tpu_enable_flash_attention': 'false'}
+    if chip in ('v5e', 'v5p'):
+        theirs |= {'xla_enable_async_all_gather': 'true', 'xla_enable_async_collective_permute': 'true'}
+    return runtime.tpu_flags(theirs)
+
+
+class _Progress:
+    """A line on stderr with the seconds gone by, where somebody looks at it."""
+
+    def __init__(self, what: str):
+        self.what, self.began = what, time.perf_counter()
+
+    def __enter__(self) -> '_Progress':
+        say(self.what + ' ...')
+        return self
+
+    def tick(self):
+        if sys.stderr.isatty():
+            print(f'\r{time.perf_counter() - self.began:5.0f} s ', end='', file=sys.stderr, flush=True)
+
+    def __exit__(self, *_):
+        if sys.stderr.isatty():
+            print('\r\033[K', end='', file=sys.stderr, flush=True)
