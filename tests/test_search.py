@@ -316,7 +316,7 @@ def test_the_command_replaces_what_was_given(monkeypatch):
 
 
 def test_exit_codes_and_the_json_file(tmp_path, capsys, monkeypatch):
-    for name, value in (('aot.start', lambda n: None), ('runtime.check_versions', lambda: ''), ('report', lambda p: '')):
+    for name, value in (('aot.start', lambda n: None), ('runtime.check_versions', lambda: ''), ('as_text', lambda p: '')):
         monkeypatch.setattr(f'nano.plan.{name}', value)
     file = tmp_path / 'plan.json'
 
