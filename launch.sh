@@ -153,8 +153,8 @@ if [ "${1-}" = test ]; then
   exec "$py" -m pytest "$@"
 fi
 [ $# -eq 0 ] || shift
-device=cpu # for a train_*.py where there is neither a TPU nor a --device
-for arg in "$@"; do case $arg in --device | --device=*) device= ;; esac; done
+device=cpu # for a train_*.py where there is neither a TPU nor a --device, and that does not only plan
+for arg in "$@"; do case $arg in --device | --device=* | --plan | --plan=*) device= ;; esac; done
 case ${script##*/} in train_*) ;; *) device= ;; esac
 for tpu in /dev/accel* /dev/vfio/[0-9]*; do [ ! -e "$tpu" ] || device=; done
 if [ -n "$device" ]; then

@@ -155,7 +155,8 @@ def test_device_cpu_is_added_and_said_where_there_is_no_tpu(machine):
     machine.python('python3.12', '3.12')
     machine.run()
     for args, added in [(['--lr', '1'], True), (['--device', 'cpu'], False), (['--device=tpu'], False),
-                        (['--out', 'a --device b'], True)]:
+                        (['--out', 'a --device b'], True), (['--plan', 'v5e-16'], False), (['--plan=v4-8'], False),
+                        (['--plan_json', 'x'], True)]:
         done = machine.run('train_gpt.py', *args)
         assert json.loads(done.out)[0] == (['--device', 'cpu'] if added else []) + args
         assert done.err == ('launch.sh: no TPU here, so it runs with --device cpu\n' if added else '')
