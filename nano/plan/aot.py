@@ -3,6 +3,7 @@
 Traced here: the script's own step, on virtual CPU devices and on placeholders, which hold no memory. Compiled in a child
 process: the program with its shardings, by libtpu, Google's own TPU compiler, for a named slice. Nothing is run.
 """
+import ast
 import gzip
 import hashlib
 import json
@@ -23,7 +24,7 @@ from nano import UserError
 from nano.chips import Slice
 
 MAX_CLIENT = 64  # virtual devices; PyTorch breaks above 127, and annotations of more devices need no more of them
-VERSION = 2  # of what a cached result holds
+VERSION = 3  # of what a cached result holds
 
 
 @dataclass
@@ -282,10 +283,8 @@ def _read(log: str, folder: Path, where: Slice, seconds: float) -> Compiled:
     if exhausted:
         for size, rest in re.findall(r'^  \d+\. Size: (\S+)\n(.*?)=====', report, re.M | re.S):
             shape = re.search(r'Shape: (\S+)', rest)
-            source = re.search(r'source_file="([^"]*)" source_line=(\d+)', rest)
-            name = re.search(r'op_name="([^"]*)"', rest) or re.search(r'XLA label: (\S+ = \S+?)\(', rest)
-            origin = (name[1] if name else '') + (f' ({Path(source[1]).name}:{source[2]})' if source else '')
-            result.largest.append((_size(size), shape[1] if shape else '', origin))
+            result.largest.append((_size(size), shape[1] if shape else '', _origin(rest) or (
+                label[1] if (label := re.search(r'XLA label: \S+ = ([\w-]+)', rest)) else '')))
         return result
     result.hlo = (folder / 'step.hlo').read_text()
     result.largest = _largest(folder, result.hlo)
@@ -293,6 +292,22 @@ def _read(log: str, folder: Path, where: Slice, seconds: float) -> Compiled:
                                            r'efficiently for HLO operation (%\S+ = \S+)', log):
         result.warnings.append(f'{what} is gathered in full on its way from {source} to {target}')
     return result
+
+
+def _origin(metadata: str) -> str:
+    """'layers, backward: mm, in loss_sums', from what XLA writes beside an instruction."""
+    name = re.search(r'op_name="([^"]*)"', metadata)
+    source = re.search(r'source_file="([^"]*)" source_line=(\d+)', metadata)
+    if not name:
+        return ''
+    loop = 'layers' + next((f', {way}ward' for way in ('back', 'for') if f'aot_{way}ward' in name[1]), '') + ': ' \
+        if 'scan' in name[1] else ''
+    function = ''
+    if source and 'site-packages' not in source[1] and os.path.exists(source[1]):
+        for node in ast.walk(ast.parse(Path(source[1]).read_text())):  # the innermost comes last
+            if isinstance(node, ast.FunctionDef) and node.lineno <= int(source[2]) <= node.end_lineno:
+                function = f', in {node.name}'
+    return loop + re.sub(r'\.\d+$', '', name[1].rsplit('/', 1)[-1]).removeprefix('aten__').removeprefix('xla__') + function
 
 
 def _largest(folder: Path, hlo: str, n: int = 20) -> list[tuple[int, str, str]]:
@@ -312,10 +327,8 @@ def _largest(folder: Path, hlo: str, n: int = 20) -> list[tuple[int, str, str]]:
     found = []
     for size, shape, name in sorted(places.values(), reverse=True)[:n]:
         line = re.search(rf'%{re.escape(name.split("{")[0])} = .*', hlo)
-        origin = re.search(r'op_name="([^"]*)"', line[0])[1] if line and 'op_name="' in line[0] else name
-        source = re.search(r'source_file="([^"]*)" source_line=(\d+)', line[0]) if line else None
-        if source and 'site-packages' not in source[1]:
-            origin += f' ({Path(source[1]).name}:{source[2]})'
+        origin = _origin(line[0]) if line else ''
+        origin = origin or re.sub(r'[._{][\d.}]*$', '', name)
         found.append((size, shape, origin))
     return found
 

@@ -18,7 +18,7 @@ def figures(traced: aot.Traced, compiled: aot.Compiled, slice_: chips.Slice, mes
     parts = {names[group]: sum(tensors.values()) for group, tensors in traced.local_bytes.items()}
     buffers = [dict(bytes=n, what=f'{names[group]}: {name}') for group, tensors in traced.local_bytes.items()
                for name, n in tensors.items()]
-    buffers += [dict(bytes=n, what=f'temporary {shape.split("{")[0]}: {readable(origin)}')
+    buffers += [dict(bytes=n, what=f'temporary {shape.split("{")[0]}: {origin}')
                 for n, shape, origin in compiled.largest]
     result = dict(
         slice=slice_.name, chip=chip.name, chips=slice_.n_chips, topology=slice_.topology, slices=slice_.n_slices,
@@ -106,17 +106,6 @@ def classifier(program: hlo.Program, parameters: dict[int, str]) -> Callable:
         return 'elementwise'
 
     return classify
-
-
-def readable(origin: str) -> str:
-    """'xla__scan/call.1597/aot_backward.96/aten__mm' -> 'layers, backward: mm'."""
-    where = ''
-    if 'scan' in origin:
-        where = 'layers, backward: ' if 'aot_backward' in origin else 'layers, forward: ' if 'aot_forward' in origin \
-            else 'layers: '
-    last, _, source = origin.partition(' (')
-    last = last.rsplit('/', 1)[-1].removeprefix('aten__').removeprefix('xla__')
-    return where + last + (f' ({source}' if source else '')
 
 
 # ---- What is printed ----
