@@ -6,6 +6,7 @@ are costed here, by the rules of `Costs`.
 import json
 import math
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -347,12 +348,12 @@ class Program:
         after the other on the links; what is not hidden so is waited for."""
         computation, total = self.computations[name], Cost()
         now, ends = [0., 0.], {}  # two clocks: slow, fast
-        free = {'links': [0., 0.], 'slices': [0., 0.]}  # until when each network is busy
+        free = defaultdict(lambda: [0., 0.])  # until when each network is busy, and for permutes each of its directions
 
         def begin(found: list[tuple[Instruction, Computation]]) -> list[float]:
             end = list(now)
             for c, where in found:
-                seconds, busy = self._collective(c, where, times), free['slices' if c.op == 'send' else 'links']
+                seconds, busy = self._collective(c, where, times), free[_way(c)]
                 for k in (0, 1):
                     busy[k] = end[k] = max(busy[k], now[k]) + seconds
             return end
@@ -427,8 +428,8 @@ class Program:
             total.flops += flops
             total.hbm_bytes += traffic
             now = [now[0] + slow, now[1] + fast]
-        wait(free['links'])
-        wait(free['slices'])
+        for until in free.values():
+            wait(until)
         return total
 
     def _collective(self, c: Instruction, where: Computation, times: float) -> float:
@@ -450,6 +451,14 @@ class Program:
         seconds = self.network.seconds(op, n_bytes, group)
         self.collectives.append(Collective(op, moved(op, n_bytes, len(group)), tuple(group), seconds, times, c.op_name))
         return seconds
+
+
+def _way(c: Instruction) -> str:
+    """What a collective keeps busy: permutes to the left and to the right pass by each other."""
+    if c.op == 'send':
+        return 'network between slices'
+    pair = re.search(r'source_target_pairs=\{\{(\d+),(\d+)\}', c.attributes)
+    return 'links' + (' +' if int(pair[2]) > int(pair[1]) else ' -') if pair else 'links'
 
 
 def groups(attributes: str) -> list[list[int]]:
