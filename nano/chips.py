@@ -33,8 +33,9 @@ class Chip:
     # GB/s to other slices, one way: a host's network cards over its chips (2 x 100 Gbit/s for 8 chips of v5e, 4 x 200
     # for 8 of v6e by the docs' page "v6e"; v5p by the scaling book). v4's is not documented: taken as v5p's.
     dcn_gbs: float
-    # GHz. The peak is cores x 4 MXUs x 2 x 128^2 x clock (v6e: 256^2, four of them by one version of the docs).
+    # GHz. The peak is cores x 4 MXUs x 2 x width^2 x clock.
     clock_ghz: float
+    mxu: int  # width of a matrix unit: the docs' page "v6e" names both
     cores: int  # TensorCores; one device nevertheless, v4 and v5p run them as one ("megacore")
     chips_per_host: int  # where a slice has several hosts. A host is a VM, with one process
     chips_one_host: int  # the largest slice on one host: VM types ct5lp-hightpu-8t and ct6e-standard-8t have 8
@@ -47,14 +48,14 @@ _PRICES = ('2026-11-30', 'https://github.com/skypilot-org/skypilot-catalog/blob/
            '2c3d7ea7d76bf84cf80d382e946c1609571485fd/catalogs/v9/gcp/vms.csv')
 
 CHIPS = {chip.name: chip for chip in (
-    #     peak, HBM, usable, HBM GB/s, link, dims, DCN, clock, cores, chips of a host, of the only one
-    Chip('v4', 275, 32, 30.75, 1200, 45, 3, 6.25, 1.05, 2, 4, 4, ('TPU v4',),
+    #     peak, HBM, usable, HBM GB/s, link, dims, DCN, clock, MXU, cores, chips of a host, of the only one
+    Chip('v4', 275, 32, 30.75, 1200, 45, 3, 6.25, 1.05, 128, 2, 4, 4, ('TPU v4',),
          Price('us-central2', 3.22, .9215, *_PRICES)),
-    Chip('v5e', 197, 16, 15.75, 819, 45, 2, 3.125, 1.5, 1, 4, 8, ('TPU v5 lite', 'TPU v5e'),
+    Chip('v5e', 197, 16, 15.75, 819, 45, 2, 3.125, 1.5, 128, 1, 4, 8, ('TPU v5 lite', 'TPU v5e'),
          Price('us-central1', 1.2, .2977, *_PRICES)),
-    Chip('v5p', 459, 95, 95.74, 2765, 90, 3, 6.25, 1.75, 2, 4, 4, ('TPU v5', 'TPU v5p'),
+    Chip('v5p', 459, 95, 95.74, 2765, 90, 3, 6.25, 1.75, 128, 2, 4, 4, ('TPU v5', 'TPU v5p'),
          Price('us-central1', 4.2, .7805, *_PRICES)),
-    Chip('v6e', 918, 32, 31.25, 1638, 90, 2, 12.5, 1.75, 1, 4, 8, ('TPU v6 lite', 'TPU v6e'),
+    Chip('v6e', 918, 32, 31.25, 1638, 90, 2, 12.5, 1.75, 256, 1, 4, 8, ('TPU v6 lite', 'TPU v6e'),
          Price('us-central1', 2.7, .5927, *_PRICES)),
 )}
 CHIP_NAMES = {kind: chip.name for chip in CHIPS.values() for kind in chip.kinds}

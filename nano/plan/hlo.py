@@ -174,8 +174,8 @@ def moved(op: str, n_bytes: float, n: int) -> float:
 
 LINK_SHARE = 0.93  # of a link's bandwidth that collectives get
 MXU_SHARE = 0.90  # of the peak, in large matmuls: jax-ml.github.io/scaling-book and tpu-recipes' microbenchmarks
-# Of the peak, what Pallas attention kernels reach in the blocks that they compute, with heads of 128; smaller heads fill
-# only a part of the matrix unit.
+# Of the peak, what Pallas attention kernels reach in the blocks that they compute, with heads as wide as the matrix unit.
+# Smaller heads fill only a part of it: those of 128 half of v6e's.
 KERNEL_SHARE = {'forward': 0.62, 'backward': 0.56}
 HBM_SHARE = 0.85  # of the bandwidth, in long copies: 1360 of v6e's 1638 GB/s in tpu-recipes' microbenchmarks
 FREE = {'parameter', 'constant', 'get-tuple-element', 'tuple', 'bitcast', 'partition-id', 'replica-id', 'after-all',
@@ -258,7 +258,7 @@ class Program:
         # With rows of `a` queries and columns of `b` keys: those below or on the diagonal.
         a, b = min(block[0], T), min(block[1], S)
         done = sum(min(S, -(-(row + a) // b) * b) * a for row in range(0, T, a)) / (T * S)
-        share = KERNEL_SHARE['forward' if what == 'fwd' else 'backward'] * min(1, C / 128)
+        share = KERNEL_SHARE['forward' if what == 'fwd' else 'backward'] * min(1, C / self.chip.mxu)
         return matmuls * 2 * math.prod(q[:-2]) * T * S * C * done, share
 
     def hbm_traffic(self, i: Instruction, computation: Computation) -> float:
