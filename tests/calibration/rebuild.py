@@ -13,9 +13,11 @@ import math
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import time
+import types
 from collections import defaultdict
 from functools import cache, partial
 from pathlib import Path
@@ -45,7 +47,7 @@ SHARDING = {
     'maxtext-transpose': dict(w_gate_LDF=(None, None, 'fsdp'), w_up_LDF=(None, None, 'fsdp'),
                               w_down_LFD=(None, 'fsdp', None)),
 }
-TORCH_BLOCK = ('block_b', 'block_q', 'block_k_major', 'block_k')
+SMALL = 512  # see `lower`
 
 
 # ---- The model ----
@@ -189,6 +191,9 @@ def maxtext_loss(model: Model, ids_BT: torch.Tensor, targets_BT: torch.Tensor) -
 
 @cache
 def lower(kernel: tuple, direction: str, where: str, inputs: tuple):
+    """Kernels of large blocks compile for many minutes, and what the compiler makes of them is not looked at. So they are
+    cut into blocks of SMALL queries (and keys, where that changes nothing around the kernel), under a name with the
+    published sizes, by which nano/hlo.py counts the blocks that are computed."""
     import jax
     import jax.numpy as jnp
     from torch_xla.core import xla_builder
@@ -207,11 +212,20 @@ def _splash(jax, jnp, kernel, direction, q, k, v, *rest):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     _, H, T, _ = q.shape
     b = {key: min(T, n) for key, n in kernel.items() if type(n) is int}
+    b = dict(q_dkv=b['q'], kv_dkv=b['kv'], q_dq=b['q'], kv_dq=b['kv']) | b
+    small = {key: min(n, SMALL) for key, n in b.items()}
     fused = kernel['fused']
-    blocks = lib.BlockSizes(
-        block_q=b['q'], block_kv=b['kv'], block_kv_compute=b['compute'], block_q_dkv=b.get('q_dkv', b['q']),
-        block_kv_dkv=b.get('kv_dkv', b['kv']), block_kv_dkv_compute=b['compute'], use_fused_bwd_kernel=fused,
-        block_q_dq=None if fused else b['q_dq'], block_kv_dq=None if fused else b['kv_dq'])
+    blocks = lib.BlockSizes(  # dkv's keys are not cut: its partial sums, one for each block of them, go through HBM
+        block_q=small['q'], block_kv=small['kv'], block_kv_compute=small['compute'], block_q_dkv=small['q_dkv'],
+        block_kv_dkv=b['kv_dkv'], block_kv_dkv_compute=small['compute'], use_fused_bwd_kernel=fused,
+        block_q_dq=None if fused else small['q_dq'], block_kv_dq=None if fused else small['kv_dq'])
+
+    def name(*_, is_segmented, phase, **__):
+        suffix = '' if phase == 'fwd' else f'_{phase}'
+        return (f'splash_mha_{phase}{"_segmented" * is_segmented}_block_q{suffix}={b["q" + suffix]}_'
+                f'block_kv{suffix}={b["kv" + suffix]}_use_fused_bwd_kernel={fused}')
+
+    lib.get_kernel_name = name
     mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * H)
     again = kernel.get('again')
     run = lib.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, block_sizes=blocks,
@@ -232,14 +246,22 @@ def _splash(jax, jnp, kernel, direction, q, k, v, *rest):
 
 def _flash(jax, jnp, kernel, direction, q, k, v, *rest):
     from jax.experimental.pallas.ops.tpu import flash_attention as lib
-    B, H, T, _ = q.shape
-    sizes = lib.BlockSizes(**{key: min(n, B if key == 'block_b' else T) for key, n in kernel.items()
-                              if key.startswith('block')})
-    ids = lib.SegmentIds(*[jnp.ones((B, T), jnp.int32)] * 2) if kernel.get('segments') else None
+    B, _, T, _ = q.shape
     causal = kernel.get('causal', True)
+    b = {key: min(n, T) for key, n in kernel.items() if key.startswith('block')}
+    sizes = lib.BlockSizes(**{key: min(n, SMALL) for key, n in b.items()} | dict(block_b=1))
+
+    def name(phase):
+        q, k = dict(fwd=('block_q', 'block_k'), dkv=('block_q_dkv', 'block_k_dkv'), dq=('block_q_dq', 'block_k_dq'))[phase]
+        return f'flash_attention_{phase}_{q}_{b[q]}_{k.replace("_k", "_kv")}_{b[k]}_causal_{causal}'
+
+    scopes = iter(['dkv', 'dq'])
+    lib.jax = types.SimpleNamespace(**vars(jax) | dict(named_scope=lambda _: jax.named_scope(name(next(scopes)))))
+    ids = lib.SegmentIds(*[jnp.ones((B, T), jnp.int32)] * 2) if kernel.get('segments') else None
     if direction == 'forward':
-        out, l, m = lib._flash_attention_impl(q, k, v, None, ids, True, causal, 1.0,
-                                              *(getattr(sizes, name) for name in TORCH_BLOCK), False)
+        with jax.named_scope(name('fwd')):
+            out, l, m = lib._flash_attention_impl(q, k, v, None, ids, True, causal, 1.0, sizes.block_b, sizes.block_q,
+                                                  sizes.block_k_major, sizes.block_k, False)
         return out, m + jnp.log(l)  # exp(x - m) / l of the backward pass, said with one array
     out, logsumexp, grad = rest
     saved = q, k, v, None, ids, out, jnp.ones_like(logsumexp), logsumexp
@@ -336,12 +358,46 @@ def device_order(row: Row, n: int) -> np.ndarray:
 
 # ---- Command line ----
 
-def compiled(row: Row, cache_folder: Path, again: bool) -> tuple[aot.Traced, aot.Compiled]:
-    kept = cache_folder / f'{row.id}.pickle.gz'
-    if kept.exists() and not again:
-        stamp, *results = pickle.loads(gzip.decompress(kept.read_bytes()))
-        if stamp == repr(row):
-            return results
+class Kept:
+    """In place of a temporary folder: what the compiler writes stays there."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __enter__(self) -> str:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
+        return str(self.folder)
+
+    def __exit__(self, *_):
+        pass
+
+
+def stop_early(folder: Path):
+    if list(folder.glob('dump/*buffer-assignment.txt')) and list(folder.glob('dump/*after_buffer_assignment.txt')):
+        time.sleep(2)
+        raise StopIteration
+
+
+def scheduled(folder: Path, slice_: chips.Slice) -> aot.Compiled:
+    """The program as it was scheduled, before code was made of it, which takes the compiler minutes: all but the numbers
+    of cycles, and the code's size."""
+    text = sorted(folder.glob('dump/*after_buffer_assignment.txt'))[-1].read_text()
+    report = sorted(folder.glob('dump/*memory-usage-report.txt'))[-1].read_text()
+    limit = round(slice_.chip.usable_gib * 2**30)
+    total = int(re.search(r'Total bytes used: (\d+)', report)[1]) + 2**28
+    remat = [tuple(map(aot._size, pair)) for pair in re.findall(
+        r'rematerialization hbm reduction: +([0-9.]+[BKMGT]?) => ([0-9.]+[BKMGT]?)', (folder / 'log').read_text())]
+    return aot.Compiled(True, total, limit, 2**28, 0, 0, 0., text, json.loads((folder / 'coords.json').read_text()),
+                        aot._largest(folder, text), max(remat, default=(0, 0)))
+
+
+def compiled(row: Row, cache_folder: Path, again: bool, early: bool) -> tuple[aot.Traced, aot.Compiled]:
+    for kept in [cache_folder / f'{row.id}{end}.pickle.gz' for end in ['', '.early'][:1 + early]]:
+        if kept.exists() and not again:
+            stamp, *results = pickle.loads(gzip.decompress(kept.read_bytes()))
+            if stamp == repr(row):
+                return results
     slice_ = chips.find_slice(row.slice)
     n = slice_.n_chips
     aot.start(n)
@@ -350,15 +406,20 @@ def compiled(row: Row, cache_folder: Path, again: bool) -> tuple[aot.Traced, aot
     traced = aot.trace(lambda device: make_step(row, mesh, device), n)
     print(f'{row.id}: traced, {len(traced.module) / 1e6:.1f} MB; compiling ...', file=sys.stderr, flush=True)
     flags = ' '.join(f'--{name}={value}' for name, value in row.flags.items())
-    result = aot.compile_step(traced, slice_, flags, cache_folder)
+    folder = cache_folder / f'{row.id}.compile'
+    aot.tempfile = types.SimpleNamespace(TemporaryDirectory=partial(Kept, folder))
+    try:
+        result = aot.compile_step(traced, slice_, flags, cache_folder, 7200, partial(stop_early, folder) if early else int)
+    except StopIteration:
+        result = scheduled(folder, slice_)
     plain = dataclasses.replace(traced.step, weights={}, state={}, batch={}, run=None)
     traced = dataclasses.replace(traced, module=b'', step=plain)  # without what belongs to this process
-    kept.write_bytes(gzip.compress(pickle.dumps((repr(row), traced, result)), 6))
+    (cache_folder / f'{row.id}{".early" * (not result.program and result.fits)}.pickle.gz').write_bytes(gzip.compress(pickle.dumps((repr(row), traced, result)), 6))
     return traced, result
 
 
-def predict(row: Row, cache_folder: Path, again: bool) -> dict:
-    traced, result = compiled(row, cache_folder, again)
+def predict(row: Row, cache_folder: Path, again: bool, early: bool) -> dict:
+    traced, result = compiled(row, cache_folder, again, early)
     slice_ = chips.find_slice(row.slice)
     mesh = runtime.mesh_shape(row.mesh, slice_.n_chips)
     found = plan.figures(traced, result, slice_, mesh, plan.Options())
@@ -387,6 +448,7 @@ def main():
     parser.add_argument('--out', help='add the figures to this JSON file')
     parser.add_argument('--cache', type=Path, default=Path('/tmp/calib_cache'))
     parser.add_argument('--again', action='store_true', help='trace what is in the cache again')
+    parser.add_argument('--early', action='store_true', help='stop before code is made: all but the slow reading')
     parser.add_argument('--held_out', action='store_true', help='allow rows that are held out: once, at the end')
     parser.add_argument('--one', help=argparse.SUPPRESS)  # a child's: where to write its figures
     args = parser.parse_args()
@@ -396,11 +458,12 @@ def main():
         if ROWS[id].held_out and not args.held_out:
             sys.exit(f'{id} is held out, see README.md')
     if args.one:
-        Path(args.one).write_text(json.dumps(predict(ROWS[ids[0]], args.cache, args.again)))
+        Path(args.one).write_text(json.dumps(predict(ROWS[ids[0]], args.cache, args.again, args.early)))
         return
     for id in ids:  # torch_xla starts once in a process, for one slice
         part = args.cache / f'{id}.figures.json'
-        words = [id, '--one', part, '--cache', args.cache, *['--again'] * args.again, *['--held_out'] * args.held_out]
+        words = [id, '--one', part, '--cache', args.cache, *['--again'] * args.again, *['--held_out'] * args.held_out,
+                 *['--early'] * args.early]
         if subprocess.run([sys.executable, __file__, *map(str, words)]).returncode:
             print(f'{id}: failed, see above')
             continue

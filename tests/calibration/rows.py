@@ -18,7 +18,7 @@ OLD_16B, OLD_32B = dict(OLD, width=5120), dict(OLD, width=10240, qk_norm=True)
 
 # Pallas kernels. splash: queries and keys in VMEM at a time, keys computed at a time; `again`: the backward pass runs the
 # forward kernel once more. flash: jax's BlockSizes, keys and values copied to all heads first.
-SPLASH_MT = dict(kind='splash', q=2048, kv=2048, compute=512, fused=True, segments=True)
+SPLASH_MT = dict(kind='splash', q=2048, kv=2048, compute=2048, fused=True, segments=True)
 SPLASH_TP = dict(SPLASH_MT, segments=False, again=True)
 SPLASH_M12 = dict(kind='splash', q=1024, kv=512, compute=512, q_dkv=2048, kv_dkv=512, q_dq=2048, kv_dq=512, fused=False,
                   segments=True)
