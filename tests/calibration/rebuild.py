@@ -9,8 +9,6 @@ import argparse
 import dataclasses
 import gzip
 import json
-import math
-import os
 import pickle
 import re
 import shutil
@@ -18,8 +16,7 @@ import subprocess
 import sys
 import time
 import types
-from collections import defaultdict
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
@@ -29,7 +26,8 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import train_gpt  # noqa: E402
-from nano import UserError, aot, chips, hlo, plan, runtime  # noqa: E402
+from nano import aot, chips, plan, runtime  # noqa: E402
+import kernels  # noqa: E402
 from rows import FITTED, ROWS, Row  # noqa: E402
 from train_gpt import BATCH, matmul, rms_norm, shard  # noqa: E402
 
@@ -47,7 +45,6 @@ SHARDING = {
     'maxtext-transpose': dict(w_gate_LDF=(None, None, 'fsdp'), w_up_LDF=(None, None, 'fsdp'),
                               w_down_LFD=(None, 'fsdp', None)),
 }
-SMALL = 512  # see `lower`
 
 
 # ---- The model ----
@@ -187,87 +184,6 @@ def maxtext_loss(model: Model, ids_BT: torch.Tensor, targets_BT: torch.Tensor) -
     return nll, nll
 
 
-# ---- Attention kernels, in place of nano.splash._lower ----
-
-@cache
-def lower(kernel: tuple, direction: str, where: str, inputs: tuple):
-    """Kernels of large blocks compile for many minutes, and what the compiler makes of them is not looked at. So they are
-    cut into blocks of SMALL queries (and keys, where that changes nothing around the kernel), under a name with the
-    published sizes, by which nano/hlo.py counts the blocks that are computed."""
-    import jax
-    import jax.numpy as jnp
-    from torch_xla.core import xla_builder
-    axes, sizes, (rows, heads) = json.loads(where)
-    spec = jax.sharding.PartitionSpec(tuple(rows), heads)
-    one_device = partial(dict(splash=_splash, flash=_flash)[dict(kernel)['kind']], jax, jnp, dict(kernel), direction)
-    mesh = jax.sharding.AbstractMesh(tuple(sizes), tuple(axes))
-    program = jax.shard_map(one_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    traced = jax.jit(program, keep_unused=True).trace(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in inputs))
-    proto = traced.lower(lowering_platforms=('tpu',)).compiler_ir('hlo').as_serialized_hlo_module_proto()
-    return xla_builder.computation_from_module_proto(f'{dict(kernel)["kind"]}_{direction}', proto)
-
-
-def _splash(jax, jnp, kernel, direction, q, k, v, *rest):
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as lib
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-    _, H, T, _ = q.shape
-    b = {key: min(T, n) for key, n in kernel.items() if type(n) is int}
-    b = dict(q_dkv=b['q'], kv_dkv=b['kv'], q_dq=b['q'], kv_dq=b['kv']) | b
-    small = {key: min(n, SMALL) for key, n in b.items()}
-    fused = kernel['fused']
-    blocks = lib.BlockSizes(  # dkv's keys are not cut: its partial sums, one for each block of them, go through HBM
-        block_q=small['q'], block_kv=small['kv'], block_kv_compute=small['compute'], block_q_dkv=small['q_dkv'],
-        block_kv_dkv=b['kv_dkv'], block_kv_dkv_compute=small['compute'], use_fused_bwd_kernel=fused,
-        block_q_dq=None if fused else small['q_dq'], block_kv_dq=None if fused else small['kv_dq'])
-
-    def name(*_, is_segmented, phase, **__):
-        suffix = '' if phase == 'fwd' else f'_{phase}'
-        return (f'splash_mha_{phase}{"_segmented" * is_segmented}_block_q{suffix}={b["q" + suffix]}_'
-                f'block_kv{suffix}={b["kv" + suffix]}_use_fused_bwd_kernel={fused}')
-
-    lib.get_kernel_name = name
-    mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * H)
-    again = kernel.get('again')
-    run = lib.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, block_sizes=blocks,
-                              save_residuals=direction == 'backward' or not again)
-    ids = lib.SegmentIds(*[jnp.ones(T, jnp.int32)] * 2) if kernel['segments'] else None
-
-    def forward(q, k, v):
-        out = run(q, k, v, ids)
-        return (out, jnp.zeros(q.shape[:2])) if direction == 'forward' and again else (out[0], out[1][0])
-
-    def backward(q, k, v, out, logsumexp, grad):
-        out, logsumexp = forward(q, k, v) if again else (out, logsumexp)
-        saved = q, k, v, ids, None, out, logsumexp, run.dq_mask_info, run.dkv_mask_info
-        return lib._splash_attention_bwd(**run.kwargs, res=saved, do=grad)[3:6]
-
-    return jax.vmap(forward if direction == 'forward' else backward)(q, k, v, *rest)
-
-
-def _flash(jax, jnp, kernel, direction, q, k, v, *rest):
-    from jax.experimental.pallas.ops.tpu import flash_attention as lib
-    B, _, T, _ = q.shape
-    causal = kernel.get('causal', True)
-    b = {key: min(n, T) for key, n in kernel.items() if key.startswith('block')}
-    sizes = lib.BlockSizes(**{key: min(n, SMALL) for key, n in b.items()} | dict(block_b=1))
-
-    def name(phase):
-        q, k = dict(fwd=('block_q', 'block_k'), dkv=('block_q_dkv', 'block_k_dkv'), dq=('block_q_dq', 'block_k_dq'))[phase]
-        return f'flash_attention_{phase}_{q}_{b[q]}_{k.replace("_k", "_kv")}_{b[k]}_causal_{causal}'
-
-    scopes = iter(['dkv', 'dq'])
-    lib.jax = types.SimpleNamespace(**vars(jax) | dict(named_scope=lambda _: jax.named_scope(name(next(scopes)))))
-    ids = lib.SegmentIds(*[jnp.ones((B, T), jnp.int32)] * 2) if kernel.get('segments') else None
-    if direction == 'forward':
-        with jax.named_scope(name('fwd')):
-            out, l, m = lib._flash_attention_impl(q, k, v, None, ids, True, causal, 1.0, sizes.block_b, sizes.block_q,
-                                                  sizes.block_k_major, sizes.block_k, False)
-        return out, m + jnp.log(l)  # exp(x - m) / l of the backward pass, said with one array
-    out, logsumexp, grad = rest
-    saved = q, k, v, None, ids, out, jnp.ones_like(logsumexp), logsumexp
-    return lib._flash_attention_bwd(False, causal, 1.0, sizes, False, saved, grad)[:3]
-
-
 # ---- The step ----
 
 def adafactor(model: Model, state: dict, lr: torch.Tensor):
@@ -314,7 +230,7 @@ def make_step(row: Row, mesh, device) -> aot.Step:
             shapes['v_norm_LC'] = shapes['k_norm_LC']
     table = {**train_gpt.SHARDING, **SHARDING[row.sharding]}
     train_gpt.weight_shapes, train_gpt.SHARDING, train_gpt.loss_sums = lambda _: shapes, table, maxtext_loss
-    splash._lower = partial(lower, tuple(row.kernel.items()))
+    splash._lower = partial(kernels.lower, tuple(row.kernel.items()))
     dtype, weights, state = getattr(torch, row.dtype), {}, {}
 
     def make(shape, spec, dtype=torch.float32):
@@ -381,7 +297,8 @@ def stop_early(folder: Path):
 
 def in_hbm(report: str) -> list[str]:
     """Sizes of what lies in HBM (color 0, which is not written)."""
-    return [size for size, rest in re.findall(r'; allocation \d+: size ([^,]+), ([^:]*):', report) if 'color' not in rest]
+    found = re.findall(r'; allocation \d+: size ([^,]+), ([^:]*):', report)
+    return [size for size, rest in found if 'color' not in rest]
 
 
 def scheduled(folder: Path, slice_: chips.Slice) -> aot.Compiled:
@@ -398,12 +315,12 @@ def scheduled(folder: Path, slice_: chips.Slice) -> aot.Compiled:
 
 
 def compiled(row: Row, cache_folder: Path, again: bool, early: bool) -> tuple[aot.Traced, aot.Compiled]:
-    for kept in [cache_folder / f'{row.id}{end}.pickle.gz' for end in ['', '.early'][:1 + early]]:
+    for end in ['', '.early'][:1 + early]:
+        kept = cache_folder / f'{row.id}{end}.pickle.gz'
         if kept.exists() and not again:
-            stamp, *results = pickle.loads(gzip.decompress(kept.read_bytes()))
+            stamp, traced, result = pickle.loads(gzip.decompress(kept.read_bytes()))
             if stamp == repr(row):
-                return results if kept.name.count('early') == 0 else [results[0], scheduled(
-                    cache_folder / f'{row.id}.compile', chips.find_slice(row.slice))]
+                return traced, result
     slice_ = chips.find_slice(row.slice)
     n = slice_.n_chips
     aot.start(n)
@@ -415,12 +332,14 @@ def compiled(row: Row, cache_folder: Path, again: bool, early: bool) -> tuple[ao
     folder = cache_folder / f'{row.id}.compile'
     aot.tempfile = types.SimpleNamespace(TemporaryDirectory=partial(Kept, folder))
     try:
-        result = aot.compile_step(traced, slice_, flags, cache_folder, 7200, partial(stop_early, folder) if early else int)
+        result = aot.compile_step(traced, slice_, flags, cache_folder, 7200,
+                                  partial(stop_early, folder) if early else lambda: None)
     except StopIteration:
         result = scheduled(folder, slice_)
     plain = dataclasses.replace(traced.step, weights={}, state={}, batch={}, run=None)
     traced = dataclasses.replace(traced, module=b'', step=plain)  # without what belongs to this process
-    (cache_folder / f'{row.id}{".early" * (not result.program and result.fits)}.pickle.gz').write_bytes(gzip.compress(pickle.dumps((repr(row), traced, result)), 6))
+    kept = cache_folder / f'{row.id}{".early" if early else ""}.pickle.gz'
+    kept.write_bytes(gzip.compress(pickle.dumps((repr(row), traced, result)), 6))
     return traced, result
 
 
@@ -434,7 +353,7 @@ def predict(row: Row, cache_folder: Path, again: bool, early: bool) -> dict:
 
 def show(p: dict) -> str:
     gib, m = 2**30, p['memory']
-    text = f'{p["row"]:<4}' + (f'{m["total"] / gib:6.2f} of {m["limit"] / gib:.2f} GiB, compiled in {p["compile_s"]:.0f} s')
+    text = f'{p["row"]:<4}{m["total"] / gib:6.2f} of {m["limit"] / gib:.2f} GiB, compiled in {p["compile_s"]:.0f} s'
     if not p['fits']:
         big = '\n'.join(f'      {b["bytes"] / gib:7.2f} GiB {b["what"]}' for b in p['largest_buffers'])
         return f'{text}: DOES NOT FIT\n{big}'
@@ -444,7 +363,8 @@ def show(p: dict) -> str:
     for kind, s in sorted(p['seconds_by_kind'].items(), key=lambda k: -k[1]):
         text += f'\n      {kind:<14}{s:8.3f} s'
     for c in p['collectives']:
-        text += f'\n      {c["op"]:<20}{c["axis"]:<12}{c["bytes"] / 1e9:9.2f} GB {c["seconds"]:8.3f} s {c["times"]:7.0f} x'
+        text += f'\n      {c["op"]:<20}{c["axis"]:<12}{c["bytes"] / 1e9:9.2f} GB'
+        text += f'{c["seconds"]:8.3f} s{c["times"]:7.0f} x'
     return text + ''.join(f'\n      no rule: {name}' for name in sorted(set(p['uncosted_kernels'])))
 
 
