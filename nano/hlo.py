@@ -423,6 +423,8 @@ class Program:
 
     def _collective(self, c: Instruction, where: Computation, times: float) -> float:
         op = c.op.removesuffix('-start')
+        if op == 'all-reduce' and where.name.startswith('all-reduce-scatter'):  # fused with the slicing of its result
+            op = 'reduce-scatter'
         sizes = [a.bytes for a in c.results] + [a.bytes for name in c.operands if name in where.by_name
                                                 for a in where.by_name[name].results]
         if op == 'all-reduce' and not c.op.endswith('-start'):
