@@ -21,7 +21,6 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
@@ -263,13 +262,11 @@ def make_step(row: Row, mesh, device) -> aot.Step:
                     train_gpt.flops_per_token(cfg) * tokens, train_gpt.FLOPS_RULE)
 
 
-def device_order(row: Row, n: int) -> np.ndarray:
-    """Numbers of the devices along the mesh. X10's custom mesh: rings of four in 2 x 2 blocks of the 16 x 16 torus."""
-    if row.id != 'X10':
-        return np.arange(n)
-    grid = np.arange(n).reshape(16, 16)
-    return np.concatenate([[grid[y, x], grid[y, x + 1], grid[y + 1, x + 1], grid[y + 1, x]]
-                           for y in range(0, 16, 2) for x in range(0, 16, 2)])
+def device_order(row: Row) -> list[int] | None:
+    """Which chips the mesh's devices are. X10's custom mesh: rings of four in 2 x 2 blocks of the 16 x 16 torus."""
+    if row.id == 'X10':
+        return [16 * (y + dy) + x + dx for y in range(0, 16, 2) for x in range(0, 16, 2)
+                for dy, dx in ((0, 0), (0, 1), (1, 1), (1, 0))]
 
 
 # ---- Command line ----
@@ -324,8 +321,7 @@ def compiled(row: Row, cache_folder: Path, again: bool, early: bool) -> tuple[ao
     slice_ = chips.find_slice(row.slice)
     n = slice_.n_chips
     aot.start(n)
-    import torch_xla.distributed.spmd as xs
-    mesh = xs.Mesh(device_order(row, n), runtime.mesh_shape(row.mesh, n), runtime.AXES)
+    mesh = runtime.make_mesh(row.mesh, n)
     traced = aot.trace(lambda device: make_step(row, mesh, device), n)
     print(f'{row.id}: traced, {len(traced.module) / 1e6:.1f} MB; compiling ...', file=sys.stderr, flush=True)
     flags = ' '.join(f'--{name}={value}' for name, value in row.flags.items())
@@ -333,7 +329,7 @@ def compiled(row: Row, cache_folder: Path, again: bool, early: bool) -> tuple[ao
     aot.tempfile = types.SimpleNamespace(TemporaryDirectory=partial(Kept, folder))
     try:
         result = aot.compile_step(traced, slice_, flags, cache_folder, 7200,
-                                  partial(stop_early, folder) if early else lambda: None)
+                                  partial(stop_early, folder) if early else lambda: None, device_order(row))
     except StopIteration:
         result = scheduled(folder, slice_)
     plain = dataclasses.replace(traced.step, weights={}, state={}, batch={}, run=None)
