@@ -171,15 +171,18 @@ def _module(hlo: bytes, numbers: dict[str, int], sharding: dict[str, str], state
 # ---- The compiler, in a child process ----
 
 def compile_step(traced: Traced, where: Slice, flags: str, cache: Path | None, timeout_s: float = 3600,
-                 tick: Callable[[], None] = lambda: None) -> Compiled:
+                 tick: Callable[[], None] = lambda: None, order: list[int] | None = None) -> Compiled:
     """Compiles for the slice; `flags` are libtpu's. A step that does not fit is a result too. Raises UserError if the
-    compiler fails otherwise. `tick` is called about every second."""
+    compiler fails otherwise. `tick` is called about every second. `order`: which chips the mesh's devices are, if they
+    do not come in the order of the chips' numbers."""
     job = dict(topology=f'{where.chip.name}:{where.topology}', n_slices=where.n_slices,
                wrap=[*where.wrap, False][:3], flags=flags, version=VERSION, libtpu=_libtpu_version())
     if where.hosts == where.n_slices:  # all chips of a slice on one host
         job['host'] = [*where.shape, 1][:3]
     if where.chip.name == 'v4':
         job['config'] = 'megacore_dense'  # what torch_xla sets: the two cores of a chip are one device
+    if order:
+        job['order'] = order
     key = hashlib.sha256((json.dumps(job) + traced.key).encode()).hexdigest()
     kept = cache / f'{key}.json.gz' if cache else None
     if kept and kept.exists():
@@ -241,6 +244,7 @@ def _child(folder: Path):
     if job['n_slices'] > 1:
         options['num_slices'] = job['n_slices']
     devices = sorted(topologies.get_topology_desc(job['topology'], 'tpu', **options).devices, key=lambda d: d.id)
+    devices = [devices[i] for i in job.get('order', range(len(devices)))]
     (folder / 'coords.json').write_text(json.dumps([[getattr(d, 'slice_index', None) or 0, *d.coords]
                                                     for d in devices]))
     n = len(devices)
