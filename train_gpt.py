@@ -549,7 +549,7 @@ def main(argv: list[str] | None = None):
         cfg, planning = config.parse(Config, PRESETS, argv, __doc__, partial(resume.options_of_source, shape=SHAPE),
                                      ('out', 'data', 'init_from', 'export'), plan.Options)
         check(cfg)
-        if planning.plan:
+        if plan.asked(planning):
             return plan.run(planning, with_vocabulary(cfg), step_to_plan, dict(remat=list(REMAT)))
         if cfg.export:
             return export(cfg)

@@ -137,7 +137,8 @@ def test_a_plan_comes_from_the_cache_the_second_time(fsdp, cache, tmp_path):
 @pytest.mark.parametrize('words,says', [
     (['--plan', 'v5e-17'], 'v5e-16'), (['--plan', 'v5e-16', '--mesh', '3,-1,1'], '--mesh 3,-1,1'),
     (['--plan', 'v5e-16', '--global_batch', '20'], 'multiple of 16'),
-    (['--plan', 'v5e-16', '--mesh', '1,4,4'], '--kv_heads 2'), (['--plan', 'v5e-4', '--price', '-1'], '--price')])
+    (['--plan', 'v5e-16', '--mesh', '1,4,4'], '--kv_heads 2'), (['--plan', 'v5e-4', '--price', '-1'], '--price'),
+    (['--search'], '--search goes with --plan')])
 def test_what_cannot_be_planned_is_one_line(cache, tmp_path, words, says):
     assert says in run_plan(cache, tmp_path, *WORDS, *words, fails=True)
 

@@ -17,7 +17,7 @@ from nano import shards
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 COMMANDS = [shlex.split(line, comments=True)[2:] for block in re.findall(r'```bash\n(.*?)```', README, re.S)
-            for line in block.splitlines()]
+            for line in block.splitlines() if line.startswith('bash launch.sh')]
 SMALL = '''--layers 1 --width 32 --heads 2 --kv_heads 1 --head_size 16 --mlp_width 32 --seq_len 32 --global_batch 4
 --eval_windows 4 --sample_tokens 20 --save_every 0 --warmup 2 --lr 0.01'''.split()
 
@@ -78,6 +78,7 @@ def make_foreign_shards(here):
 
 def launch(checkout, *args):
     env = {k: v for k, v in os.environ.items() if k not in ('CPU_NUM_DEVICES', 'PJRT_DEVICE')}
+    env['XDG_CACHE_HOME'] = str(checkout / 'cache')
     done = subprocess.run(['bash', 'launch.sh', *map(str, args)], cwd=checkout, env=env, text=True, capture_output=True,
                           stdin=subprocess.DEVNULL, timeout=300)
     print(*args, done.returncode, done.stdout[-3000:], done.stderr[-3000:], sep='\n')
@@ -105,6 +106,9 @@ def test_the_commands(checkout):
         elif '--export' in args:
             found = launch(checkout, *args)
             assert 'wrote hf/mine' in found.stdout
+        elif '--plan' in args:
+            found = launch(checkout, *args, *SMALL, '--seq_len', 128, '--global_batch', 32)
+            assert 'PREDICTED for v5e-16' in found.stdout and 'MFU' in found.stdout
         elif args[:1] == ['train_gpt.py']:
             small = SMALL[SMALL.index('--seq_len'):] if '--init_from' in args else SMALL
             found = launch(checkout, *args, *small, '--steps', 2)

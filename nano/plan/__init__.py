@@ -3,12 +3,13 @@
 A script offers it with `plan.Options` beside its own options and one function that makes its training step:
 
     cfg, planning = config.parse(Config, PRESETS, argv, beside=plan.Options)
-    if planning.plan:
+    if plan.asked(planning):
         return plan.run(planning, cfg, step_to_plan, {'remat': list(REMAT)})
 """
 import dataclasses
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -33,6 +34,14 @@ class Options:
     price: float = 0.0  # with --plan: USD for a chip for an hour; 0 is the list price
 
 
+def asked(options: Options) -> bool:
+    """Raises UserError if an option of a plan was given without --plan."""
+    given = [f.name for f in dataclasses.fields(options) if getattr(options, f.name) != f.default]
+    if given and not options.plan:
+        raise UserError(f'--{given[0]} goes with --plan SLICE, such as --plan v5e-16')
+    return bool(options.plan)
+
+
 def run(options: Options, cfg: Any, make_step: Callable[[Any, Any, Any], Step], vary: dict[str, list]) -> None:
     """Plans `cfg` on the slice. `make_step(cfg, mesh, device)` makes the script's training step; `vary` may have the
     policies of --remat for --search, the one that keeps most first. Raises UserError."""
@@ -40,8 +49,12 @@ def run(options: Options, cfg: Any, make_step: Callable[[Any, Any, Any], Step], 
     slice_ = chips.find_slice(options.plan)
     if options.price < 0 or options.tokens < 0:
         raise UserError('--price and --tokens cannot be negative')
-    if options.plan_json and not Path(options.plan_json).absolute().parent.is_dir():
-        raise UserError(f'--plan_json {options.plan_json}: there is no such folder')
+    json_file = Path(options.plan_json).absolute()
+    if options.plan_json and (json_file.is_dir() or not os.access(json_file.parent, os.W_OK)):
+        raise UserError(f'--plan_json {options.plan_json}: no file can be written there')
+    if not options.search:
+        runtime.mesh_shape(cfg.mesh, slice_.n_chips)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the compiler and its files go too
     cfg = dataclasses.replace(cfg, device='tpu')
     runtime.check_versions()
     aot.start(slice_.n_chips)
@@ -54,9 +67,9 @@ def run(options: Options, cfg: Any, make_step: Callable[[Any, Any, Any], Step], 
         if not found['fits']:
             print(advice(planner, cfg, vary, found, options.search_minutes * 60))
     if options.plan_json:
-        part = Path(options.plan_json + '.part')
+        part = json_file.with_name(json_file.name + '.part')
         part.write_text(json.dumps(found, indent=1))
-        part.replace(options.plan_json)
+        part.replace(json_file)
         print(f'wrote {options.plan_json}')
     if options.search and not found['best']:
         sys.exit(1)

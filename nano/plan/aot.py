@@ -20,7 +20,7 @@ from typing import Callable
 
 import torch
 
-from nano import UserError
+from nano import UserError, say
 from nano.chips import Slice
 
 MAX_CLIENT = 64  # virtual devices; PyTorch breaks above 127, and annotations of more devices need no more of them
@@ -209,10 +209,13 @@ def compile_step(traced: Traced, where: Slice, flags: str, cache: Path | None, t
         text = Path(folder, 'log').read_text(errors='replace')
         compiled = _read(text, Path(folder), where, time.perf_counter() - began)
     if kept:
-        cache.mkdir(parents=True, exist_ok=True)
-        part = kept.with_suffix(f'.{os.getpid()}')
-        part.write_bytes(gzip.compress(json.dumps(asdict(compiled)).encode(), 6))
-        part.rename(kept)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            part = kept.with_suffix(f'.{os.getpid()}')
+            part.write_bytes(gzip.compress(json.dumps(asdict(compiled)).encode(), 6))
+            part.rename(kept)
+        except OSError as e:
+            say(f'warning: not kept for the next time: {e}')
     return compiled
 
 
@@ -232,6 +235,9 @@ def _libtpu_version() -> str:
 
 def _child(folder: Path):
     """The process that compiles: reads `job.json` and `step.mlir`, writes the scheduled program and the devices."""
+    import ctypes
+    import signal
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no compile outlives the plan it is for
     import numpy as np
     from jax._src.lib import xla_client
     from jax.experimental import topologies
