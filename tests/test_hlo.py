@@ -77,7 +77,7 @@ def test_loops_run_as_often_as_they_count(seed):
         text = LOOP.replace('STEP', str(step)).replace('LIMIT', str(limit)).replace('START', str(start))
         found, _ = cost(text)
         # 1,500 cycles at 1.5 GHz are a microsecond; each pass also counts the addition of the counter, with no cycles.
-        assert found.slow['other'] == pytest.approx(len(range(start, limit, step)) * 1e-6, rel=1e-3)
+        assert found.compiler['other'] == pytest.approx(len(range(start, limit, step)) * 1e-6, rel=1e-3)
 
 
 def test_a_loop_that_is_not_understood_is_refused():
@@ -89,20 +89,64 @@ OVERLAP = '''HloModule m
 ENTRY %main (a: bf16[1024,1024]) -> bf16[4096,1024] {
   %a = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(0)
   %s = (bf16[1024,1024]{1,0:T(8,128)(2,1)}, bf16[4096,1024]{1,0:T(8,128)(2,1)}) all-gather-start(%a), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
-  %y = bf16[8,128]{1,0:T(8,128)(2,1)} negate(%a), backend_config={"window_config":{"estimated_cycles":"CYCLES"}}
+  %y = bf16[ROWS,128]{1,0:T(8,128)(2,1)} broadcast(%a)
   ROOT %d = bf16[4096,1024]{1,0:T(8,128)(2,1)} all-gather-done(%s)
 }
 '''
 
 
-@pytest.mark.parametrize('microseconds', [0, 20, 1000])
-def test_a_collective_is_hidden_behind_what_runs_beside_it(microseconds):
-    found, p = cost(OVERLAP.replace('CYCLES', str(microseconds * 1500)))
+@pytest.mark.parametrize('rows', [8, 100_000, 10_000_000])
+def test_a_collective_is_hidden_behind_what_runs_beside_it(rows):
+    found, p = cost(OVERLAP.replace('ROWS', str(rows)))
+    beside = (1024 * 1024 + rows * 128) * 2 / (hlo.HBM_SHARE * 819e9)  # what is read and what is written
     (gather,) = p.collectives
     assert gather.n_bytes == 3 / 4 * 4096 * 1024 * 2
     # Four chips in a square: a link in each of two dimensions.
     assert gather.seconds == pytest.approx(gather.n_bytes / (hlo.LINK_SHARE * 2 * 45e9))
-    assert found.slow['collectives'] == pytest.approx(max(0, gather.seconds - microseconds * 1e-6))
+    assert found.seconds['other'] == pytest.approx(beside)
+    assert found.waits.get('links', 0) == pytest.approx(max(0, gather.seconds - beside))
+    assert p.links_seconds() == gather.seconds and found.total == pytest.approx(max(beside, gather.seconds))
+
+
+PERMUTES = '''HloModule m
+ENTRY %main (a: bf16[1024,1024]) -> bf16[1024,1024] {
+  %a = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %s = (bf16[1024,1024]{1,0:T(8,128)(2,1)}, bf16[1024,1024]{1,0:T(8,128)(2,1)}) collective-permute-start(%a), channel_id=1, source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+  %t = (bf16[1024,1024]{1,0:T(8,128)(2,1)}, bf16[1024,1024]{1,0:T(8,128)(2,1)}) collective-permute-start(%a), channel_id=2, source_target_pairs=SECOND
+  %x = bf16[1024,1024]{1,0:T(8,128)(2,1)} collective-permute-done(%s)
+  ROOT %y = bf16[1024,1024]{1,0:T(8,128)(2,1)} collective-permute-done(%t)
+}
+'''
+
+
+def test_permutes_to_the_left_and_to_the_right_pass_by_each_other():
+    one = 1024 * 1024 * 2 / (hlo.LINK_SHARE * 45e9)
+    same, p = cost(PERMUTES.replace('SECOND', '{{0,1},{1,2},{2,3},{3,0}}'))
+    assert same.total == pytest.approx(2 * one) and p.links_seconds() == pytest.approx(2 * one)
+    other, p = cost(PERMUTES.replace('SECOND', '{{0,3},{1,0},{2,1},{3,2}}'))
+    assert other.total == pytest.approx(one) and p.links_seconds() == pytest.approx(one)
+
+
+def matmul(m, k, n):
+    return f'''HloModule m
+ENTRY %main (a: bf16[{m},{k}], w: bf16[{k},{n}]) -> bf16[{m},{n}] {{
+  %a = bf16[{m},{k}]{{1,0:T(8,128)(2,1)S(1)}} parameter(0)
+  %w = bf16[{k},{n}]{{1,0:T(8,128)(2,1)S(1)}} parameter(1)
+  ROOT %c = bf16[{m},{n}]{{1,0:T(8,128)(2,1)S(1)}} convolution(%a, %w), dim_labels=bf_io->bf
+}}
+'''
+
+
+def test_matmuls_that_do_not_fill_the_matrix_unit_take_as_long_as_if_they_did():
+    """v5e's is 128 wide; of the three dimensions one may be any, it only takes time."""
+    full = cost(matmul(1024, 1024, 1024))[0].total
+    assert full == pytest.approx(2 * 1024**3 / (hlo.MXU_SHARE * 197e12))
+    for shape in (1024, 961, 1024), (1024, 900, 1024):
+        assert cost(matmul(*shape))[0].total == pytest.approx(full, rel=1e-3), shape
+    assert cost(matmul(1024, 64, 1024))[0].total == pytest.approx(full / 8)
+    assert cost(matmul(8, 1024, 1024))[0].total == pytest.approx(full / 128)
+    assert cost(matmul(1024, 1024, 8))[0].total == pytest.approx(full / 128)  # they change places
+    assert cost(matmul(8, 1024, 8))[0].total == pytest.approx(full / 128 / 8)  # one of them has to fill 128
 
 
 def test_bytes_that_each_chip_sends(seed):
@@ -155,4 +199,4 @@ ENTRY %main (x: f32[8,128]) -> f32[8,128] {
 }
 '''
     found, p = cost(text)
-    assert p.uncosted == ['my_kernel'] and sum(found.slow.values()) == 0
+    assert p.uncosted == ['my_kernel'] and found.total == 0

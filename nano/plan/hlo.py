@@ -172,12 +172,15 @@ def moved(op: str, n_bytes: float, n: int) -> float:
     return n_bytes * (n - 1) / n * (2 if op == 'all-reduce' else 1)
 
 
-LINK_SHARE = 0.93  # of a link's bandwidth that collectives get
-MXU_SHARE = 0.90  # of the peak, in large matmuls: jax-ml.github.io/scaling-book and tpu-recipes' microbenchmarks
-# Of the peak, what Pallas attention kernels reach in the blocks that they compute, with heads as wide as the matrix unit.
-# Smaller heads fill only a part of it: those of 128 half of v6e's.
-KERNEL_SHARE = {'forward': 0.62, 'backward': 0.56}
-HBM_SHARE = 0.85  # of the bandwidth, in long copies: 1360 of v6e's 1638 GB/s in tpu-recipes' microbenchmarks
+# What a chip reaches of its peaks. The first two are others' measurements; the rest were fitted to published runs, see
+# tests/calibration.
+LINK_SHARE = 0.93  # of a link's bandwidth, by collectives: jax-ml.github.io/scaling-book
+MXU_SHARE = 0.90  # of the peak, by large matmuls: tpu-recipes' microbenchmarks, 827 of v6e's 918 TFLOP/s
+HBM_SHARE = 0.65  # of the bandwidth, by what is bound by memory (a long copy reaches 0.83, but most are no long copies)
+# Of the peak, by Pallas attention kernels in the blocks that they compute, with heads as wide as the matrix unit. Smaller
+# heads fill a part of it: those of 128 half of v6e's. Each block costs a fixed time on top.
+KERNEL_SHARE = {'forward': 0.78, 'backward': 0.70}
+KERNEL_STEP_S = 1e-6
 FREE = {'parameter', 'constant', 'get-tuple-element', 'tuple', 'bitcast', 'partition-id', 'replica-id', 'after-all',
         'opt-barrier', 'iota', 'domain'}
 
@@ -188,28 +191,30 @@ class Collective:
     n_bytes: float  # each chip sends, at each of the `times`
     group: tuple[int, ...]
     seconds: float
+    way: str  # what it keeps busy
     times: float = 1
     op_name: str = ''
 
 
 @dataclass
 class Cost:
-    """What a piece of the program takes: seconds by kind, at the compiler's own estimate (`slow`) and at what the chip
-    could do (`fast`)."""
-    slow: dict[str, float] = field(default_factory=dict)
-    fast: dict[str, float] = field(default_factory=dict)
+    """What a piece of the program takes."""
+    seconds: dict[str, float] = field(default_factory=dict)  # by kind, by the rules of this file
+    compiler: dict[str, float] = field(default_factory=dict)  # by kind, by the compiler's own estimates where it has one
+    waits: dict[str, float] = field(default_factory=dict)  # by network, for what was not hidden behind other work
     flops: float = 0.
     hbm_bytes: float = 0.
 
-    def add(self, kind: str, slow: float, fast: float, times: float = 1):
-        self.slow[kind] = self.slow.get(kind, 0) + slow * times
-        self.fast[kind] = self.fast.get(kind, 0) + fast * times
-
-    def add_all(self, other: 'Cost', times: float):
-        for kind in other.slow:
-            self.add(kind, other.slow[kind], other.fast[kind], times)
+    def add(self, other: 'Cost', times: float = 1):
+        for mine, theirs in ((self.seconds, other.seconds), (self.compiler, other.compiler), (self.waits, other.waits)):
+            for kind, s in theirs.items():
+                mine[kind] = mine.get(kind, 0) + s * times
         self.flops += other.flops * times
         self.hbm_bytes += other.hbm_bytes * times
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values()) + sum(self.waits.values())
 
 
 class Program:
@@ -240,15 +245,32 @@ class Program:
             self._inner[name] = flops, found
         return self._inner[name]
 
+    def matmul_seconds(self, flops: float, i: Instruction, computation: Computation) -> float:
+        """At MXU_SHARE, with the dimensions that lie in the matrix unit filled up to its width."""
+        where = self.computations[i.calls] if i.op == 'fusion' else computation
+        fill = 1.
+        for c in where.instructions:
+            if c.op == 'convolution' and all(name in where.by_name for name in c.operands[:2]):
+                rhs, label = where.by_name[c.operands[1]].results[0].dims, c.attribute(r'dim_labels=\w+_(\w+)->')
+                lhs, lhs_label = where.by_name[c.operands[0]].results[0].dims, c.attribute(r'dim_labels=(\w+)_')
+                # Contracted, and one of the others: the one that is not filled stands along the unit's rows of time.
+                rows = math.prod(n for n, x in zip(lhs, lhs_label) if x != 'f')
+                fill = self._filled(rhs[label.index('i')]) * max(self._filled(rhs[label.index('o')]), self._filled(rows))
+        return flops / fill / (MXU_SHARE * self.chip.peak_tflops * 1e12)
+
+    def _filled(self, n: int) -> float:
+        """The share of the matrix unit that n rows or columns fill."""
+        return n / (-(-n // self.chip.mxu) * self.chip.mxu)
+
     def attention_kernel(self, i: Instruction, computation: Computation) -> tuple[float, float]:
-        """(FLOPs that a Pallas attention kernel does, the share of the peak at which it does them). jax's splash and
-        flash attention, causal: whole blocks above the diagonal are left out. Other kernels: (0, 1), and noted."""
+        """(FLOPs, seconds) of a Pallas attention kernel: jax's splash and flash attention. Causal: whole blocks above the
+        diagonal are left out. Other kernels: nothing, and noted."""
         operands = [computation.by_name[name].results[0] for name in i.operands if name in computation.by_name]
         q, k = ([a.dims for a in operands if len(a.dims) >= 4] + [None, None])[:2]
         known = re.search(r'splash_m[hq]a_(fwd|dkv|dq)|flash_attention_?(dkv|dq)?', i.name + ' ' + i.op_name)
         if not known or not k:
             self.uncosted.append(i.op_name.rsplit('/', 1)[-1] or i.name)
-            return 0., 1.
+            return 0., 0.
         T, S, C = q[-2], k[-2], q[-1]
         what = known[1] or known[2] or 'fwd'
         fused = sum(len(a.dims) >= 4 for a in i.results) >= 3  # gradients of q, k and v; the kernel's name does not say it
@@ -257,11 +279,13 @@ class Program:
         block = [int(m[1]) if (m := re.search(rf'block_{side}{suffix}_(\d+)', i.name)) else 512 for side in ('q', 'kv')]
         # With rows of `a` queries and columns of `b` keys: those below or on the diagonal.
         a, b = min(block[0], T), min(block[1], S)
-        done = sum(min(S, -(-(row + a) // b) * b) * a for row in range(0, T, a)) / (T * S)
-        if 'causal_False' in i.name:  # so named by tests/calibration
-            done = 1.
+        whole = 'causal_False' in i.name  # so named by tests/calibration
+        steps = math.prod(q[:-2]) * sum(-(-S // b) if whole else min(-(-S // b), -(-(row + a) // b)) for row in range(0, T, a))
+        flops = matmuls * 2 * steps * a * b * C
         share = KERNEL_SHARE['forward' if what == 'fwd' else 'backward'] * min(1, C / self.chip.mxu)
-        return matmuls * 2 * math.prod(q[:-2]) * T * S * C * done, share
+        if 'flash' in known[0] and what == 'fwd':
+            steps /= 2  # it takes two heads at a time
+        return flops, flops / (share * self.chip.peak_tflops * 1e12) + steps * KERNEL_STEP_S
 
     def hbm_traffic(self, i: Instruction, computation: Computation) -> float:
         """Bytes that the instruction reads from and writes to HBM: slices of what it only slices."""
@@ -345,26 +369,32 @@ class Program:
         self.collectives, self.uncosted = [], []
         return self._replay(self.entry, classify, 1.)
 
+    def links_seconds(self) -> float:
+        """How long a slice's own links are busy in a step."""
+        busy = defaultdict(float)
+        for c in self.collectives:
+            busy[c.way] += c.seconds * c.times
+        return busy[LINKS] + max(busy[LINKS + ' +'], busy[LINKS + ' -'])
+
     def _replay(self, name: str, classify, times: float) -> Cost:
         """One pass over a computation. Collectives run beside the instructions between their start and their end, one
         after the other on the links; what is not hidden so is waited for."""
         computation, total = self.computations[name], Cost()
-        now, ends = [0., 0.], {}  # two clocks: slow, fast
-        free = defaultdict(lambda: [0., 0.])  # until when each network is busy, and for permutes each of its directions
+        now, ends = 0., {}
+        free = defaultdict(float)  # until when each network is busy, and for permutes each of its directions
 
-        def begin(found: list[tuple[Instruction, Computation]]) -> list[float]:
-            end = list(now)
+        def begin(found: list[tuple[Instruction, Computation]]) -> tuple[float, str]:
+            end, way = now, ''
             for c, where in found:
-                seconds, busy = self._collective(c, where, times), free[_way(c)]
-                for k in (0, 1):
-                    busy[k] = end[k] = max(busy[k], now[k]) + seconds
-            return end
+                way = _way(c)
+                free[way] = end = max(free[way], now) + self._collective(c, where, way, times)
+            return end, way
 
-        def wait(until: list[float]):
-            waits = [max(0., until[k] - now[k]) for k in (0, 1)]
-            total.add('collectives', *waits)
-            for k in (0, 1):
-                now[k] += waits[k]
+        def wait(end: float, way: str):
+            nonlocal now
+            if end > now:
+                total.waits[way] = total.waits.get(way, 0) + end - now
+                now = end
 
         for i in computation.instructions:
             if i.op in FREE:
@@ -373,24 +403,24 @@ class Program:
                 body = i.attribute(r'body=%?([\w.\-]+)')
                 trips = self.trips(i, computation)
                 inside = self._replay(body, classify, times * trips)
-                total.add_all(inside, trips)
-                now = [now[0] + sum(inside.slow.values()) * trips, now[1] + sum(inside.fast.values()) * trips]
+                total.add(inside, trips)
+                now += inside.total * trips
                 continue
             if i.op in ('call', 'conditional') and i.calls in self.computations:
                 inside = self._replay(i.calls, classify, times)
-                total.add_all(inside, 1)
-                now = [now[0] + sum(inside.slow.values()), now[1] + sum(inside.fast.values())]
+                total.add(inside)
+                now += inside.total
                 continue
             base = i.op.removesuffix('-start').removesuffix('-done')
             if base in COLLECTIVES or i.op in ('async-start', 'async-done'):
                 if i.op.endswith('-done'):
-                    wait(ends.pop(i.operands[0], now))
+                    wait(*ends.pop(i.operands[0], (now, '')))
                     continue
                 end = begin([(i, computation)] if base in COLLECTIVES else self.inner(i.calls)[1])
                 if i.op.endswith('-start'):
                     ends[i.name] = end
                 else:
-                    wait(end)
+                    wait(*end)
                 continue
             if i.op in ('send', 'recv', 'send-done', 'recv-done'):  # between slices: the send begins, what is received ends
                 other = i if i.op in ('send', 'recv') else computation.by_name[i.operands[0]]
@@ -398,7 +428,7 @@ class Program:
                 if i.op == 'send' and 'megascale' in i.attributes:
                     ends[key] = begin([(i, computation)])
                 elif i.op == 'recv-done':
-                    wait(ends.pop(key, now))
+                    wait(*ends.pop(key, (now, '')))
                 continue
             flops, found = self.inner(i.calls) if i.op == 'fusion' else (
                 convolution_flops(i, computation) if i.op in ('convolution', 'dot') else 0., [])
@@ -408,39 +438,36 @@ class Program:
                 ends[found[0][0].attribute(r'channel_id=(\d+)')] = begin(found)
                 continue
             if found and 'AsyncCollectiveDone' in targets:
-                wait(ends.pop(found[0][0].attribute(r'channel_id=(\d+)'), now))
+                wait(*ends.pop(found[0][0].attribute(r'channel_id=(\d+)'), (now, '')))
                 continue
             if i.op.endswith(('-start', '-done')):
                 continue  # copies between HBM and VMEM, beside everything else
-            slow = fast = None
+            if any('async_collective_fusion_config' not in c.attributes for c, _ in found):
+                wait(*begin(found))  # a collective with arithmetic fused to it, and not one that is on its way
+            traffic, seconds = self.hbm_traffic(i, computation), None
             if i.op == 'custom-call':
                 if 'tpu_custom_call' in i.attributes:
-                    flops, share = self.attention_kernel(i, computation)
-                    slow = fast = flops / (share * self.chip.peak_tflops * 1e12)
+                    flops, seconds = self.attention_kernel(i, computation)
                 elif i.cycles is None:
                     continue
-            if any('async_collective_fusion_config' not in c.attributes for c, _ in found):
-                wait(begin(found))  # a collective with arithmetic fused to it, and not one that is on its way
-            traffic = self.hbm_traffic(i, computation)
-            if slow is None:
-                fast = max(flops / (MXU_SHARE * self.chip.peak_tflops * 1e12),
-                           traffic / (HBM_SHARE * self.chip.hbm_gbs * 1e9))
-                slow = fast if i.cycles is None else i.cycles / (self.chip.clock_ghz * 1e9)
-            total.add(classify(i, flops, computation), slow, fast)
-            total.flops += flops
-            total.hbm_bytes += traffic
-            now = [now[0] + slow, now[1] + fast]
-        for until in free.values():
-            wait(until)
+            if seconds is None:
+                seconds = max(self.matmul_seconds(flops, i, computation) if flops else 0.,
+                              traffic / (HBM_SHARE * self.chip.hbm_gbs * 1e9))
+            compiler = seconds if i.cycles is None else i.cycles / (self.chip.clock_ghz * 1e9)
+            kind = classify(i, flops, computation)
+            total.add(Cost({kind: seconds}, {kind: compiler}, {}, flops, traffic))
+            now += seconds
+        for way, until in free.items():
+            wait(until, way)
         return total
 
-    def _collective(self, c: Instruction, where: Computation, times: float) -> float:
+    def _collective(self, c: Instruction, where: Computation, way: str, times: float) -> float:
         if c.op == 'send':
             op, n_bytes = c.attribute(r'megascale_transfer_type="(\w+)"').lower().replace('_', '-'), c.results[0].bytes
             n, per_slice = self.network.n_slices, len(self.network.coords) // self.network.n_slices
             seconds = moved(op, n_bytes, n) / (self.network.dcn_gbs * 1e9)
             self.collectives.append(Collective(op, moved(op, n_bytes, n), tuple(range(0, n * per_slice, per_slice)),
-                                               seconds, times, c.op_name))
+                                               seconds, way, times, c.op_name))
             return seconds
         op = c.op.removesuffix('-start')
         if op == 'all-reduce' and where.name.startswith('all-reduce-scatter'):  # fused with the slicing of its result
@@ -453,23 +480,32 @@ class Program:
             n_bytes = max(sizes)
         group = groups(c.attributes)[0]
         seconds = self.network.seconds(op, n_bytes, group)
-        self.collectives.append(Collective(op, moved(op, n_bytes, len(group)), tuple(group), seconds, times, c.op_name))
+        self.collectives.append(Collective(op, moved(op, n_bytes, len(group)), tuple(group), seconds, way,
+                                           times, c.op_name))
         return seconds
 
 
 def _way(c: Instruction) -> str:
     """What a collective keeps busy: permutes to the left and to the right pass by each other."""
     if c.op == 'send':
-        return 'network between slices'
-    pair = re.search(r'source_target_pairs=\{\{(\d+),(\d+)\}', c.attributes)
-    return 'links' + (' +' if int(pair[2]) > int(pair[1]) else ' -') if pair else 'links'
+        return 'slices'
+    steps = [b - a for a, b in _pairs(c.attributes)]
+    return LINKS + (' +' if sum(s > 0 for s in steps) > sum(s < 0 for s in steps) else ' -') if steps else LINKS
+
+
+def _pairs(attributes: str) -> list[tuple[int, int]]:
+    """(source, target) of a permute, without those that keep what they have."""
+    listed = re.search(r'source_target_pairs=\{(.*?)\}\}', attributes)
+    return [(int(a), int(b)) for a, b in re.findall(r'\{(\d+),(\d+)', listed[0]) if a != b] if listed else []
+
+
+LINKS = 'links'
 
 
 def groups(attributes: str) -> list[list[int]]:
     """The groups of devices of a collective; of a permute, one group with all whom it connects."""
-    if pairs := re.search(r'source_target_pairs=\{(.*?)\}\}', attributes):
-        pairs = [tuple(map(int, p.split(','))) for p in re.findall(r'\{(\d+,\d+)', pairs[0])]
-        return [sorted({pairs[0][0], pairs[0][1]})]
+    if 'source_target_pairs' in attributes:
+        return [sorted(_pairs(attributes)[0])] if _pairs(attributes) else [[0]]
     if listed := re.search(r'replica_groups=\{(\{.*?\})\}', attributes):
         return [list(map(int, g.split(','))) for g in re.findall(r'\{([0-9,]+)\}', listed[1])]
     iota = re.search(r'replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?', attributes)
