@@ -119,7 +119,7 @@ def test_a_small_step_compiled_for_a_tpu(fsdp):
     tokens = SMALL['global_batch'] * SMALL['seq_len']
     assert p['model_flops'] == tokens * (6 * (MATRICES + NORMS) + 6 * 2 * 4 * 128 * 256)
     assert p['program_flops'] > 6 * MATRICES * tokens
-    assert p['device_s_fast'] <= p['device_s'] <= p['device_s_slow']
+    assert 0 < p['device_s_overlapped'] <= p['device_s'] and p['device_s_compiler'] > 0
     assert p['step_s'] == max(p['device_s'], p['host_trace_s'])
     assert math.isclose(sum(p['seconds_by_kind'].values()), p['device_s'])
     assert not p['uncosted_kernels'] and p['seconds_by_kind']['attention'] > 0

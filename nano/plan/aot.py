@@ -206,6 +206,9 @@ def compile_step(traced: Traced, where: Slice, flags: str, cache: Path | None, t
             finally:
                 child.kill()
                 child.wait()
+        if child.returncode < 0:
+            raise UserError(f'the TPU compiler was ended by signal {-child.returncode}: with 9 this machine has too little '
+                            f'memory for it, it takes up to some GB')
         text = Path(folder, 'log').read_text(errors='replace')
         compiled = _read(text, Path(folder), where, time.perf_counter() - began)
     if kept:

@@ -251,11 +251,12 @@ class Program:
         fill = 1.
         for c in where.instructions:
             if c.op == 'convolution' and all(name in where.by_name for name in c.operands[:2]):
-                rhs, label = where.by_name[c.operands[1]].results[0].dims, c.attribute(r'dim_labels=\w+_(\w+)->')
-                lhs, lhs_label = where.by_name[c.operands[0]].results[0].dims, c.attribute(r'dim_labels=(\w+)_')
-                # Contracted, and one of the others: the one that is not filled stands along the unit's rows of time.
-                rows = math.prod(n for n, x in zip(lhs, lhs_label) if x != 'f')
-                fill = self._filled(rhs[label.index('i')]) * max(self._filled(rhs[label.index('o')]), self._filled(rows))
+                out, label = c.results[0].dims, c.attribute(r'dim_labels=\w+->(\w+)')
+                fill = self._filled(max(1, round(convolution_flops(c, where) / (2 * math.prod(out)))))  # what is contracted
+                if 'window' not in c.attributes:  # else dimensions are split in parts that are not told apart here
+                    # Of the other two one lies in the unit: the one that fills it better.
+                    columns = out[label.index('f')]
+                    fill *= max(self._filled(columns), self._filled(math.prod(out) // columns))
         return flops / fill / (MXU_SHARE * self.chip.peak_tflops * 1e12)
 
     def _filled(self, n: int) -> float:
@@ -288,37 +289,39 @@ class Program:
         return flops, flops / (share * self.chip.peak_tflops * 1e12) + steps * KERNEL_STEP_S
 
     def hbm_traffic(self, i: Instruction, computation: Computation) -> float:
-        """Bytes that the instruction reads from and writes to HBM: slices of what it only slices."""
-        fused = self.computations.get(i.calls) if i.op == 'fusion' else None
+        """Bytes that the instruction reads from and writes to HBM: of what it only slices or updates, the slice; not those
+        of a collective that goes on beside it, which the fusion only hands on."""
+        if i.op == 'fusion':
+            where = self.computations[i.calls]
+            parameters = {int(p.operands[0]): p.name for p in where.instructions if p.op == 'parameter'}
+        else:
+            where, parameters = computation, {}
         total = 0.
         for number, name in enumerate(i.operands):
             source = computation.by_name.get(name)
-            if source is None:
-                continue
-            arrays = [a for a in source.results if a.space == 0]
-            n_bytes = sum(a.bytes for a in arrays)
-            if fused and n_bytes:
-                parameter = next((p for p in fused.instructions if p.op == 'parameter' and p.operands[0] == str(number)),
-                                 None)
-                users = [u for u in fused.instructions if parameter and parameter.name in u.operands]
-                if users and all(u.op in ('dynamic-slice', 'slice', 'gather') for u in users):
+            n_bytes = sum(a.bytes for a in source.results if a.space == 0) if source else 0.
+            inside = parameters.get(number)
+            users = [u for u in where.instructions if inside in u.operands] if inside else [i]
+            if users and n_bytes:
+                name = inside or name
+                if all(u.op in COLLECTIVES or u.op == 'tuple' for u in users):
+                    n_bytes = 0.
+                elif all(u.op in ('dynamic-slice', 'slice', 'gather') for u in users):
                     n_bytes = min(n_bytes, sum(u.results[0].bytes for u in users))
-                elif users and all(u.op == 'dynamic-update-slice' and u.operands[0] == parameter.name for u in users):
+                elif all(u.op == 'dynamic-update-slice' and u.operands[0] == name for u in users):
                     n_bytes = 0.  # written in place
-            elif i.op in ('dynamic-slice', 'slice', 'gather'):
-                n_bytes = min(n_bytes, i.results[0].bytes)
-            elif i.op == 'dynamic-update-slice' and number == 0:
-                n_bytes = 0.
             total += n_bytes
-        written = [a for a in i.results if a.space == 0]
-        out = sum(a.bytes for a in written)
-        updates = [u for u in (fused.instructions if fused else [i]) if u.op == 'dynamic-update-slice']
-        for u in updates:
-            if u.root or len(i.results) > 1:
-                where = fused or computation
-                whole, update = u.results[0].bytes, where.by_name[u.operands[1]].results[0].bytes
-                out -= max(0., whole - update) if written else 0.
-        return total + max(0., out)
+        results = [i]  # what makes each of the arrays that are written
+        if where is not computation:
+            results = [where.by_name[name] for name in where.root.operands] if where.root.op == 'tuple' else [where.root]
+        if len(results) != len(i.results):
+            return total + sum(a.bytes for a in i.results if a.space == 0)
+        for array, maker in zip(i.results, results):
+            if array.space or maker.op == 'parameter' or where is not computation and maker.op in COLLECTIVES:
+                continue
+            update = maker.op == 'dynamic-update-slice'
+            total += where.by_name[maker.operands[1]].results[0].bytes if update else array.bytes
+        return total
 
     def trips(self, i: Instruction, computation: Computation) -> int:
         """How often a loop's body runs: from its condition `counter < limit`, its start and its increment."""

@@ -345,8 +345,11 @@ def predict(row: Row, cache_folder: Path, again: bool, early: bool) -> dict:
     slice_ = chips.find_slice(row.slice)
     mesh = runtime.mesh_shape(row.mesh, slice_.n_chips)
     found = report.figures(traced, result, slice_, mesh)
-    return dict(row=row.id, held_out=row.held_out, published_s=row.seconds, differs=row.differs,
-                error=found['device_s'] / row.seconds - 1 if found['fits'] else None, **found)
+    kept = ('slice', 'mesh', 'fits', 'memory', 'largest_buffers', 'model_flops', 'program_flops', 'device_s',
+            'device_s_overlapped', 'seconds_by_kind', 'collectives', 'uncosted_kernels', 'compile_s')
+    return dict(row=row.id, held_out=row.held_out, published_s=row.seconds, source=row.source, differs=row.differs,
+                error=found['device_s'] / row.seconds - 1 if found['fits'] else None,
+                **{name: found[name] for name in kept if name in found})
 
 
 def show(p: dict) -> str:
@@ -365,16 +368,32 @@ def show(p: dict) -> str:
     return text + ''.join(f'\n      no rule: {name}' for name in sorted(set(p['uncosted_kernels'])))
 
 
+def table(found: dict) -> str:
+    """The results as a table in Markdown."""
+    lines = ['| run | slice | published s | predicted s | error | |', '| --- | --- | --- | --- | --- | --- |']
+    whose = dict(torchprime='torchprime', maxtext='MaxText', old='MaxText 2023')
+    for p in sorted(found.values(), key=lambda p: (p['held_out'], p['row'][0], int(re.sub(r'\D', '', p['row'])))):
+        row = ROWS[p['row']]
+        what = (f'{whose[row.style]}: {row.shape["layers"]} layers of {row.shape["width"]}, {row.batch} x {row.seq_len}'
+                + (', host offload' if row.offload else ''))
+        lines.append(f'| {p["row"]}, {what} | {p["slice"]} | {p["published_s"]:.3f} | {p["device_s"]:.3f} | {p["error"]:+.1%} | '
+                     f'{"held out" if p["held_out"] else "fitted"} |')
+    return '\n'.join(lines)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('rows', nargs='+', help='ids of rows.py, or fitted')
+    parser.add_argument('rows', nargs='*', help='ids of rows.py, or fitted')
     parser.add_argument('--out', help='add the figures to this JSON file')
     parser.add_argument('--cache', type=Path, default=Path('/tmp/calib_cache'))
     parser.add_argument('--again', action='store_true', help='trace what is in the cache again')
     parser.add_argument('--early', action='store_true', help='stop before code is made: all but the compiler\'s own estimates')
     parser.add_argument('--held_out', action='store_true', help='allow rows that are held out: once, at the end')
     parser.add_argument('--one', help=argparse.SUPPRESS)  # a child's: where to write its figures
+    parser.add_argument('--table', action='store_true', help='print what is in --out as a table, and do nothing else')
     args = parser.parse_args()
+    if args.table:
+        return print(table(json.loads(Path(args.out).read_text())))
     args.cache.mkdir(parents=True, exist_ok=True)
     ids = [id for word in args.rows for id in (FITTED if word == 'fitted' else [word])]
     for id in ids:
