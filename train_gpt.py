@@ -94,17 +94,18 @@ class Config:
     wandb: str = ''  # project to log to; empty does not use wandb
 
 
-GPT2_SIZE = dict(seq_len=1024, head_size=128, steps=19000, global_batch=512, lr=6e-4, warmup=700,
+GPT2_SIZE = dict(seq_len=1024, head_size=128, steps=19000, global_batch=512, accumulate=8, lr=6e-4, warmup=700,
                  eval_every=500, save_every=500, eval_windows=10240)
-LLAMA_SIZE = dict(GPT2_SIZE, seq_len=2048, rope_theta=500000.0, lr=3e-4, warmup=2000, steps=50000, z_loss=1e-4)
+LLAMA_SIZE = dict(GPT2_SIZE, seq_len=2048, rope_theta=500000.0, lr=3e-4, warmup=2000, steps=50000, z_loss=1e-4,
+                  remat='attn')
 PRESETS = {
     'nano': {},
     '124m': dict(GPT2_SIZE, layers=12, width=768, heads=6, kv_heads=6, mlp_width=2048),
     '350m': dict(GPT2_SIZE, layers=24, width=1024, heads=8, kv_heads=8, mlp_width=2816, lr=4e-4),
-    '1b': dict(LLAMA_SIZE, layers=16, width=2048, heads=16, kv_heads=8, mlp_width=8192, accumulate=2),
-    '3b': dict(LLAMA_SIZE, layers=28, width=3072, heads=24, kv_heads=8, mlp_width=8192, accumulate=4),
+    '1b': dict(LLAMA_SIZE, layers=16, width=2048, heads=16, kv_heads=8, mlp_width=8192),
+    '3b': dict(LLAMA_SIZE, layers=28, width=3072, heads=24, kv_heads=8, mlp_width=8192),
     '8b': dict(LLAMA_SIZE, layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14336, tied=False, seq_len=8192,
-               global_batch=128),  # the shape of Llama 3
+               global_batch=128, accumulate=2),  # the shape of Llama 3
 }
 
 

@@ -24,7 +24,7 @@ from nano import UserError, say
 from nano.chips import Slice
 
 MAX_CLIENT = 64  # virtual devices; PyTorch breaks above 127, and annotations of more devices need no more of them
-VERSION = 3  # of what a cached result holds
+VERSION = 4  # of what a cached result holds
 
 
 @dataclass
@@ -329,16 +329,18 @@ def _largest(folder: Path, hlo: str, n: int = 20) -> list[tuple[int, str, str]]:
     reports = sorted(folder.glob('dump/*buffer-assignment.txt'))
     if not reports:
         return []
-    places = {}
+    values = set()
     for block in re.split(r'\n(?=allocation )', reports[-1].read_text(errors='replace')):
-        if 'preallocated-temp' not in block.split('\n', 1)[0] or 'color' in block.split('\n', 1)[0]:
-            continue
-        for name, size, offset, shape in re.findall(
-                r'value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\): (\S+)', block):
-            if int(size) > places.get(int(offset), (0,))[0]:
-                places[int(offset)] = int(size), shape, name
-    found = []
-    for size, shape, name in sorted(places.values(), reverse=True)[:n]:
+        if 'preallocated-temp' in block.split('\n', 1)[0] and 'color' not in block.split('\n', 1)[0]:  # 0, HBM
+            values |= {(int(size), int(offset), shape, name) for name, size, offset, shape in re.findall(
+                r'value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\): (\S+)', block)}
+    found, taken = [], []
+    for size, offset, shape, name in sorted(values, reverse=True):
+        if any(offset < end and begin < offset + size for begin, end in taken):
+            continue  # its place is a larger one's at another time
+        if len(found) == n:
+            break
+        taken.append((offset, offset + size))
         line = re.search(rf'%{re.escape(name.split("{")[0])} = .*', hlo)
         origin = _origin(line[0]) if line else ''
         origin = origin or re.sub(r'[._{][\d.}]*$', '', name)
