@@ -119,13 +119,6 @@ def find_slice(name: str) -> Slice:
     return found if n == 1 else Slice(f'{n}x{one}', found.chip, found.topology, n)
 
 
-def price_per_hour(slice_: Slice, spot: bool = False, per_chip: float | None = None) -> float | None:
-    """USD for all chips, at `per_chip` USD for each if given, else at the list price; None if that is not known."""
-    if per_chip is None:
-        per_chip = slice_.chip.price.spot if spot else slice_.chip.price.on_demand
-    return None if per_chip is None else per_chip * slice_.n_chips
-
-
 def _unknown(name: str) -> str:
     """What to say of a name that is none: the closest, and all of its chip, or of all chips."""
     typed = name.strip().lower()[:40].replace('v5lite', 'v5e')

@@ -127,16 +127,18 @@ def trace(make: Callable[[torch.device], Step], n_devices: int) -> Traced:
         if t.device.type == 'xla' and (name := name_of.get(xla._unique_id_for_ir_and_data(t))):
             numbers[name] = number
     module, key = _module(hlo, numbers, sharding, list(state))
-    # The step once more, as all those after the first: what scan and the kernels keep is there now.
-    xla._clear_pending_irs(str(device))
-    began = time.perf_counter()
-    step.run()
-    trace_s = time.perf_counter() - began
+    # The step again, as all those after the first: what scan and the kernels keep is there now.
+    times = []
+    for _ in range(3):
+        xla._clear_pending_irs(str(device))
+        began = time.perf_counter()
+        step.run()
+        times.append(time.perf_counter() - began)
     xla._clear_pending_irs(str(device))
     local = {group: {name: math.prod(local_shape(t.shape, sharding[f'{group} {name}'])) * t.element_size()
                      for name, t in tensors.items()} for group, tensors in groups.items()}
     return Traced(module, key, n_devices, {number: name for name, number in numbers.items()}, local,
-                  sum(t.numel() for t in step.weights.values()), trace_s, step)
+                  sum(t.numel() for t in step.weights.values()), min(times), step)
 
 
 def local_shape(shape: tuple[int, ...], sharding: str) -> tuple[int, ...]:

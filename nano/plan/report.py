@@ -49,9 +49,14 @@ def figures(traced: aot.Traced, compiled: aot.Compiled, slice_: chips.Slice, mes
         units_per_s=rate, collectives=collectives(program, mesh))
     units = units or step.units * step.steps
     result['budget'] = dict(units=units, hours=units / rate / 3600)
-    for spot in (False, True):
-        per_hour = chips.price_per_hour(slice_, spot, price or None)
-        result['budget']['usd_spot' if spot else 'usd'] = None if per_hour is None else per_hour * units / rate / 3600
+    listed = chip.price
+    prices = [('usd', price, 'the price given')] if price else [
+        ('usd', listed.on_demand, f'on demand, list price in {listed.region}, read {listed.read}'),
+        ('usd_spot', listed.spot, 'spot, the same: it changes daily, look it up')]
+    for name, per_chip, what in prices:
+        if per_chip is not None:
+            usd = per_chip * slice_.n_chips * units / rate / 3600
+            result['budget'] |= {name: usd, f'{name}_rule': f'${per_chip:.2f} for a chip and an hour: {what}'}
     return result
 
 
@@ -156,8 +161,9 @@ def as_text(p: dict) -> str:
     lines += ['', 'Time of a step']
     for kind, seconds in sorted(p['seconds_by_kind'].items(), key=lambda k: -k[1]):
         row(kind, f'{seconds * 1e3:,.1f} ms')
-    row('chip', f'{p["device_s"] * 1e3:,.1f} ms', f'{p["device_s_overlapped"] * 1e3:,.1f} if collectives cost nothing where '
-        f'they run beside other work; {p["device_s_compiler"] * 1e3:,.1f} by the compiler\'s estimates')
+    row('chip', f'{p["device_s"] * 1e3:,.1f} ms')
+    row('  at best', f'{p["device_s_overlapped"] * 1e3:,.1f} ms', 'if collectives slow nothing down that they run beside')
+    row('  by libtpu', f'{p["device_s_compiler"] * 1e3:,.1f} ms', 'with the compiler\'s own estimates, mostly too high')
     host = p['host_trace_s'] * 1e3
     row('host', f'{host:,.1f} ms', 'to trace a step on this machine' + (
         ': THIS LIMITS, the chips wait' if p['host_trace_s'] > p['device_s'] else ', beside the chips'))
@@ -166,13 +172,12 @@ def as_text(p: dict) -> str:
     lines += ['', 'Result']
     row('step', f'{p["step_s"] * 1e3:,.1f} ms')
     row(p['unit'] + ' per second', f'{p["units_per_s"]:,.0f}', f'{p["units_per_s"] / p["chips"]:,.0f} per chip')
-    row('MFU', f'{p["mfu"]:.1%}', f'{p["flops_rule"]}, of {chips.CHIPS[p["chip"]].peak_tflops:g} TFLOP/s')
-    b, price = p['budget'], chips.CHIPS[p['chip']].price
+    row('MFU', f'{p["mfu"]:.1%}', f'the model\'s arithmetic, of {chips.CHIPS[p["chip"]].peak_tflops:g} TFLOP/s a chip')
+    b = p['budget']
     row(f'{b["units"]:.3g} {p["unit"]}', duration(b['hours']))
     for name, key in (('cost', 'usd'), ('cost, spot', 'usd_spot')):
-        if b[key] is not None:
-            row(name, f'${b[key]:,.0f}', f'list price in {price.region}, read {price.read}: spot prices change, look them up'
-                if key == 'usd_spot' else f'list price in {price.region}, read {price.read}')
+        if key in b:
+            row(name, f'${b[key]:,.0f}' if b[key] >= 10 else f'${b[key]:.2f}', b[f'{key}_rule'])
     row('compile', f'{p["compile_s"]:.0f} s', 'on this machine' + (', when it was compiled first' if p['cached'] else ''))
     lines += [f'  The compiler warns: {w}' for w in p['compiler_warnings'][:3]]
     return '\n'.join(lines)
