@@ -200,3 +200,25 @@ ENTRY %main (x: f32[8,128]) -> f32[8,128] {
 '''
     found, p = cost(text)
     assert p.uncosted == ['my_kernel'] and found.total == 0
+
+
+def test_attention_kernels_do_the_blocks_that_the_mask_leaves(seed):
+    random_ = random.Random(seed)
+    for _ in range(30):
+        a, b, n, H, C = (random_.choice(x) for x in ((128, 256, 512), (128, 256, 512), (1, 2, 4), (1, 3), (64, 128)))
+        T = 512 * n
+        backward = random_.random() < .5
+        kind, suffix = ('dkv', '_dkv') if backward else ('fwd_residuals', '')
+        q = f'bf16[2,{H},{T},{C}]{{3,2,1,0:T(8,128)(2,1)}}'
+        text = f'''HloModule m
+ENTRY %main (q: bf16[2,{H},{T},{C}]) -> ({q}, {q}, {q}) {{
+  %q = {q} parameter(0)
+  ROOT %splash_mha_{kind}_block_kv{suffix}_{b}_block_q{suffix}_{a}_use.1 = ({", ".join([q] * (3 if backward else 1))}) custom-call(%q, %q, %q), custom_call_target="tpu_custom_call"
+}}
+'''
+        # Brute force: a block of queries meets a block of keys if its last query sees the first key.
+        blocks = sum(row + a - 1 >= column for row in range(0, T, a) for column in range(0, T, b))
+        found, p = cost(text)
+        assert found.flops == 2 * H * blocks * (5 if backward else 2) * 2 * a * b * C and not p.uncosted
+        share = hlo.KERNEL_SHARE['backward' if backward else 'forward'] * C / 128
+        assert found.total == pytest.approx(found.flops / (share * 197e12) + 2 * H * blocks * hlo.KERNEL_STEP_S)
