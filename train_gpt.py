@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nano import UserError, checkpoint, config, hf, plan, resume, runtime, shards, splash
+from nano import UserError, checkpoint, config, hf, plan, resume, runtime, say, shards, splash
 from nano.tokenizer import load_tokenizer
 from nano.track import Meter, Tracker
 
@@ -797,7 +797,7 @@ def with_vocabulary(cfg: Config) -> Config:
     size, whose = 50257, f'GPT-2\'s, since {cfg.data} is not there'
     if os.path.exists(os.path.join(cfg.data, 'manifest.json')):
         size, whose = shards.load_manifest(cfg.data)['vocab_size'], f'that of {cfg.data}'
-    print(f'vocabulary of {size:,}, {whose} (--vocab_size for another)')
+    say(f'vocabulary of {size:,}, {whose} (--vocab_size for another)')
     return replace(cfg, vocab_size=size)
 
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from nano import UserError
 from nano.chips import CHIPS
 from nano.plan import hlo
 
@@ -81,7 +82,7 @@ def test_loops_run_as_often_as_they_count(seed):
 
 
 def test_a_loop_that_is_not_understood_is_refused():
-    with pytest.raises(ValueError, match='loop'):
+    with pytest.raises(UserError, match='loop'):
         cost(LOOP.replace('direction=LT', 'direction=NE').replace('STEP', '1').replace('LIMIT', '3').replace('START', '0'))
 
 
@@ -209,16 +210,36 @@ def test_attention_kernels_do_the_blocks_that_the_mask_leaves(seed):
         T = 512 * n
         backward = random_.random() < .5
         kind, suffix = ('dkv', '_dkv') if backward else ('fwd_residuals', '')
-        q = f'bf16[2,{H},{T},{C}]{{3,2,1,0:T(8,128)(2,1)}}'
+        B = random_.choice((1, 2))
+        q = f'bf16[2,{H},{T},{C}]{{3,2,1,0:T(8,128)(2,1)}}' if B > 1 else f'bf16[{H},{T},{C}]{{2,1,0:T(8,128)(2,1)}}'
         text = f'''HloModule m
-ENTRY %main (q: bf16[2,{H},{T},{C}]) -> ({q}, {q}, {q}) {{
+ENTRY %main (q: bf16[{T}]) -> ({q}, {q}, {q}) {{
   %q = {q} parameter(0)
-  ROOT %splash_mha_{kind}_block_kv{suffix}_{b}_block_q{suffix}_{a}_use.1 = ({", ".join([q] * (3 if backward else 1))}) custom-call(%q, %q, %q), custom_call_target="tpu_custom_call"
+  %mask = s8[1,2,2]{{2,1,0:T(4,128)(4,1)}} constant({{...}})
+  ROOT %splash_mha_{kind}_block_kv{suffix}_{b}_block_q{suffix}_{a}_use.1 = ({", ".join([q] * (3 if backward else 1))}) custom-call(%mask, %q, %q, %q), custom_call_target="tpu_custom_call"
 }}
 '''
         # Brute force: a block of queries meets a block of keys if its last query sees the first key.
         blocks = sum(row + a - 1 >= column for row in range(0, T, a) for column in range(0, T, b))
         found, p = cost(text)
-        assert found.flops == 2 * H * blocks * (5 if backward else 2) * 2 * a * b * C and not p.uncosted
+        assert found.flops == B * H * blocks * (5 if backward else 2) * 2 * a * b * C and not p.uncosted
         share = hlo.KERNEL_SHARE['backward' if backward else 'forward'] * C / 128
-        assert found.total == pytest.approx(found.flops / (share * 197e12) + 2 * H * blocks * hlo.KERNEL_STEP_S)
+        assert found.total == pytest.approx(found.flops / (share * 197e12) + B * H * blocks * hlo.KERNEL_STEP_S)
+
+
+@pytest.mark.parametrize('kind,n_slices,bytes_', [
+    ('ALL_GATHER', 2, 1), ('ALL_GATHER', 4, 3), ('ALL_REDUCE', 2, 1), ('ALL_REDUCE', 4, 1.5)])
+def test_between_slices(kind, n_slices, bytes_):
+    """Of each byte that lies on a chip, what it sends: to all others when they gather, by rings when they reduce."""
+    text = '''HloModule m
+ENTRY %main (a: f32[1024,1024]) -> f32[1024,1024] {
+  %a = f32[1024,1024]{1,0:T(8,128)} parameter(0)
+  %k = token[] after-all()
+  %s = (f32[1024,1024]{1,0:T(8,128)}, u32[], token[]) send(%a, %k), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="r",_xla_megascale_transfer_type="KIND"}
+  %r = (f32[1024,1024]{1,0:T(8,128)}, u32[], token[]) recv(%k), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="r"}
+  ROOT %d = (f32[1024,1024]{1,0:T(8,128)}, token[]) recv-done(%r), channel_id=2
+}
+'''.replace('KIND', kind)
+    found, p = cost(text, n_slices=n_slices, dcn_gbs=3.125)
+    assert p.collectives[0].n_bytes == bytes_ * 4 * 1024**2
+    assert found.waits == {'slices': pytest.approx(bytes_ * 4 * 1024**2 / 3.125e9)} and p.links_seconds() == 0

@@ -24,7 +24,7 @@ from nano.plan.report import as_text, figures
 
 @dataclass
 class Options:
-    plan: str = ''  # a slice, such as v5e-16 or 2xv5e-256: say whether this run fits there, how fast it would be and what
+    plan: str = None  # a slice, such as v5e-16 or 2xv5e-256: say whether this run fits there, how fast it would be and what
                     # it would cost, by the real TPU compiler; needs no TPU, and nothing is run
     plan_json: str = ''  # with --plan: write all its figures to this file
     search: bool = False  # with --plan: try meshes, micro-batches and rematerialization, and rank them
@@ -37,9 +37,9 @@ class Options:
 def asked(options: Options) -> bool:
     """Raises UserError if an option of a plan was given without --plan."""
     given = [f.name for f in dataclasses.fields(options) if getattr(options, f.name) != f.default]
-    if given and not options.plan:
+    if given and options.plan is None:
         raise UserError(f'--{given[0]} goes with --plan SLICE, such as --plan v5e-16')
-    return bool(options.plan)
+    return options.plan is not None
 
 
 def run(options: Options, cfg: Any, make_step: Callable[[Any, Any, Any], Step], vary: dict[str, list]) -> None:
@@ -47,14 +47,17 @@ def run(options: Options, cfg: Any, make_step: Callable[[Any, Any, Any], Step], 
     policies of --remat for --search, the one that keeps most first. Raises UserError."""
     from nano.plan.search import advice, search  # which imports this module
     slice_ = chips.find_slice(options.plan)
-    if options.price < 0 or options.tokens < 0:
-        raise UserError('--price and --tokens cannot be negative')
-    json_file = Path(options.plan_json).absolute()
-    if options.plan_json and (json_file.is_dir() or not os.access(json_file.parent, os.W_OK)):
+    for name, most in (('price', 1e6), ('tokens', 1e18), ('search_minutes', 1e6)):
+        if not 0 <= getattr(options, name) <= most:
+            raise UserError(f'--{name} {getattr(options, name)}: must be between 0 and {most:g}')
+    json_file = Path(options.plan_json).resolve()
+    if options.plan_json and (json_file.exists() and not json_file.is_file() or len(json_file.name) > 200
+                              or not os.access(json_file.parent, os.W_OK)):
         raise UserError(f'--plan_json {options.plan_json}: no file can be written there')
     if not options.search:
         runtime.mesh_shape(cfg.mesh, slice_.n_chips)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the compiler and its files go too
+    for signum in (signal.SIGTERM, signal.SIGHUP):  # so that the compiler and its files go too
+        signal.signal(signum, lambda n, _: sys.exit(128 + n))
     cfg = dataclasses.replace(cfg, device='tpu')
     runtime.check_versions()
     aot.start(slice_.n_chips)
@@ -63,14 +66,14 @@ def run(options: Options, cfg: Any, make_step: Callable[[Any, Any, Any], Step], 
         found = search(planner, cfg, vary, options.search_minutes * 60)
     else:
         found = planner.plan(cfg)
-        print(as_text(found))
+        say(as_text(found))
         if not found['fits']:
-            print(advice(planner, cfg, vary, found, options.search_minutes * 60))
+            say(advice(planner, cfg, vary, found, options.search_minutes * 60))
     if options.plan_json:
         part = json_file.with_name(json_file.name + '.part')
         part.write_text(json.dumps(found, indent=1))
         part.replace(json_file)
-        print(f'wrote {options.plan_json}')
+        say(f'wrote {options.plan_json}')
     if options.search and not found['best']:
         sys.exit(1)
 
@@ -80,8 +83,8 @@ class Planner:
 
     def __init__(self, slice_: chips.Slice, make_step, options: Options):
         self.slice, self.make_step, self.options = slice_, make_step, options
-        home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
-        self.cache = Path(home) / 'nano-tpu-plan'
+        home = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')  # stays ~ where there is no home
+        self.cache = None if home.startswith('~') else Path(home) / 'nano-tpu-plan'
 
     def trace(self, cfg: Any) -> aot.Traced:
         mesh = runtime.make_mesh(cfg.mesh, self.slice.n_chips)

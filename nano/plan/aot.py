@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Callable
@@ -187,14 +188,14 @@ def compile_step(traced: Traced, where: Slice, flags: str, cache: Path | None, t
         job['order'] = order
     key = hashlib.sha256((json.dumps(job) + traced.key).encode()).hexdigest()
     kept = cache / f'{key}.json.gz' if cache else None
-    if kept and kept.exists():
+    if kept:
         try:
             return Compiled(**json.loads(gzip.decompress(kept.read_bytes())) | {'cached': True})
-        except (OSError, EOFError, ValueError, TypeError):
-            pass  # cut off or of another version: made anew
+        except (OSError, EOFError, ValueError, TypeError, zlib.error):
+            pass  # not there, or damaged: made anew
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, 'step.mlir').write_bytes(traced.module)
-        Path(folder, 'job.json').write_text(json.dumps(job))
+        Path(folder, 'job.json').write_text(json.dumps(job | dict(parent=os.getpid())))
         began = time.perf_counter()
         with open(f'{folder}/log', 'wb') as log:
             child = subprocess.Popen([sys.executable, '-m', 'nano.plan.aot', folder], stdout=log, stderr=log,
@@ -230,7 +231,7 @@ def _environment(flags: str, folder: str) -> dict[str, str]:
     return other | dict(
         LIBTPU_INIT_ARGS=flags, TPU_LIBRARY_PATH=libtpu.get_library_path(), TPU_SKIP_MDS_QUERY='1',
         JAX_PLATFORMS='cpu', ALLOW_MULTIPLE_LIBTPU_LOAD='1', TPU_LOG_DIR='disabled', TPU_STDERR_LOG_LEVEL='0',
-        TPU_MIN_LOG_LEVEL='0', XLA_FLAGS=f'--xla_dump_to={folder}/dump')
+        TPU_MIN_LOG_LEVEL='0', TMPDIR=folder, XLA_FLAGS=f'--xla_dump_to={folder}/dump')
 
 
 def _libtpu_version() -> str:
@@ -243,10 +244,12 @@ def _child(folder: Path):
     import ctypes
     import signal
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no compile outlives the plan it is for
+    job = json.loads((folder / 'job.json').read_text())
+    if os.getppid() != job['parent']:
+        os._exit(1)
     import numpy as np
     from jax._src.lib import xla_client
     from jax.experimental import topologies
-    job = json.loads((folder / 'job.json').read_text())
     options = dict(wrap=job['wrap'])
     if 'config' in job:
         options['chip_config_name'] = job['config']
@@ -283,8 +286,10 @@ def _read(log: str, folder: Path, where: Slice, seconds: float) -> Compiled:
     # A step that does not fit is told twice, in the log and in the exception; the report comes last.
     exhausted = 'RESOURCE_EXHAUSTED' in log and 'hbm' in log
     if not exhausted and not (folder / 'step.hlo').exists():
-        last = [line for line in log.splitlines() if 'Error' in line or 'INVALID' in line or 'UNIMPLEMENTED' in line]
-        raise UserError(f'the TPU compiler failed: {(last or log.splitlines() or ["no message"])[-1][:500]}')
+        lines = [line for line in log.splitlines() if 'TPU_WORKER_HOSTNAMES' not in line]
+        told = [line for line in lines if re.search('Unknown|unknown flag|Error|INVALID|UNIMPLEMENTED', line)]
+        flags = [line for line in told if 'flag' in line]
+        raise UserError(f'the TPU compiler failed: {(flags or told or lines or ["no message"])[-1][:500]}')
     report = log[log.rindex('Total hbm usage >='):]
     sizes = {name: _size(m[1]) if (m := re.search(rf'\b{name} +([0-9.]+[BKMGT]?)', report)) else 0
              for name in ('reserved', 'program', 'arguments')}

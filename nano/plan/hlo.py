@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from nano import UserError
 from nano.chips import Chip
 
 BYTES = {'pred': 1, 's4': .5, 'u4': .5, 's8': 1, 'u8': 1, 's16': 2, 'u16': 2, 'bf16': 2, 'f16': 2, 's32': 4, 'u32': 4,
@@ -267,20 +268,21 @@ class Program:
         """(FLOPs, seconds) of a Pallas attention kernel: jax's splash and flash attention. Causal: whole blocks above the
         diagonal are left out. Other kernels: nothing, and noted."""
         operands = [computation.by_name[name].results[0] for name in i.operands if name in computation.by_name]
-        q, k = ([a.dims for a in operands if len(a.dims) >= 4] + [None, None])[:2]
+        # B, H, T, C; a batch of one is left out. Before them come the mask's small integers.
+        q, k = ([a.dims for a in operands if len(a.dims) >= 3 and a.dtype in ('bf16', 'f32')] + [None, None])[:2]
         known = re.search(r'splash_m[hq]a_(fwd|dkv|dq)|flash_attention_?(dkv|dq)?', i.name + ' ' + i.op_name)
         if not known or not k:
             self.uncosted.append(i.op_name.rsplit('/', 1)[-1] or i.name)
             return 0., 0.
         T, S, C = q[-2], k[-2], q[-1]
         what = known[1] or known[2] or 'fwd'
-        fused = sum(len(a.dims) >= 4 for a in i.results) >= 3  # gradients of q, k and v; the kernel's name does not say it
+        fused = sum(a.dims[-2:] in (q[-2:], k[-2:]) for a in i.results) >= 3  # gradients of q, k, v: no name says it
         matmuls = {'fwd': 2, 'dkv': 5 if fused else 4, 'dq': 3}[what]
         suffix = '' if what == 'fwd' else f'_{what}'
         block = [int(m[1]) if (m := re.search(rf'block_{side}{suffix}_(\d+)', i.name)) else 512 for side in ('q', 'kv')]
         # With rows of `a` queries and columns of `b` keys: those below or on the diagonal.
         a, b = min(block[0], T), min(block[1], S)
-        whole = 'causal_False' in i.name  # so named by tests/calibration
+        whole = 'causal_False' in i.name
         steps = math.prod(q[:-2]) * sum(-(-S // b) if whole else min(-(-S // b), -(-(row + a) // b)) for row in range(0, T, a))
         flops = matmuls * 2 * steps * a * b * C
         share = KERNEL_SHARE['forward' if what == 'fwd' else 'backward'] * min(1, C / self.chip.mxu)
@@ -362,7 +364,7 @@ class Program:
             step = next((c for c in steps if c), 1)
             best = max(best, -(-(limit - start) // step))
         if not best:
-            raise ValueError(f'loop {i.name}: its condition is not understood')
+            raise UserError(f'the compiled program has a loop whose length is not understood ({i.name}, {i.op_name})')
         return best
 
     # ---- The schedule, replayed ----
@@ -468,6 +470,7 @@ class Program:
         if c.op == 'send':
             op, n_bytes = c.attribute(r'megascale_transfer_type="(\w+)"').lower().replace('_', '-'), c.results[0].bytes
             n, per_slice = self.network.n_slices, len(self.network.coords) // self.network.n_slices
+            n_bytes *= n if op == 'all-gather' else 1  # what is sent is a part of the result
             seconds = moved(op, n_bytes, n) / (self.network.dcn_gbs * 1e9)
             self.collectives.append(Collective(op, moved(op, n_bytes, n), tuple(range(0, n * per_slice, per_slice)),
                                                seconds, way, times, c.op_name))
@@ -481,7 +484,7 @@ class Program:
             n_bytes = sum(a.bytes for a in c.results)  # several arrays may be reduced as one
         else:
             n_bytes = max(sizes)
-        group = groups(c.attributes)[0]
+        group = (groups(c.attributes) or [list(range(len(self.network.coords)))])[0]
         seconds = self.network.seconds(op, n_bytes, group)
         self.collectives.append(Collective(op, moved(op, n_bytes, len(group)), tuple(group), seconds, way,
                                            times, c.op_name))
@@ -513,7 +516,7 @@ def groups(attributes: str) -> list[list[int]]:
         return [list(map(int, g.split(','))) for g in re.findall(r'\{([0-9,]+)\}', listed[1])]
     iota = re.search(r'replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?', attributes)
     if not iota:
-        return [[0]]
+        return []  # all devices
     shape, dims = (list(map(int, x.split(','))) for x in iota.groups()[:2])
     ids = np.arange(math.prod(dims)).reshape(dims)
     if iota[3]:

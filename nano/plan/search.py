@@ -166,19 +166,19 @@ def search(planner: plan.Planner, cfg: Any, vary: dict[str, list], budget_s: flo
     planned = [row for row in rows if 'figures' in row]
     best = planned[0] if planned and planned[0]['figures']['fits'] else None
     ruled_out = len(order) - len(todo) - len(rows) - trials.refused
-    print(table(planner.slice, rows))
-    print(f'\n{len(rows)} tried, {ruled_out} ruled out, {trials.refused} refused by the script' + (
+    say(table(planner.slice, rows))
+    say(f'\n{len(rows)} tried, {ruled_out} ruled out, {trials.refused} refused by the script' + (
         f'; stopped {stopped}: {len(todo)} left untried' if stopped else ''))
     if best:
         best['command'] = command(planner, cfg, best['options'])
-        print(f'\nThe fastest of these, as predicted:\n\n  {best["command"]}')
+        say(f'\nThe fastest of these, as predicted:\n\n  {best["command"]}')
     elif planned:
-        print(f'\nNothing that was tried fits {planner.slice.name}. The closest: {as_words(planned[0]["options"])} '
+        say(f'\nNothing that was tried fits {planner.slice.name}. The closest: {as_words(planned[0]["options"])} '
               f'{verdict(planned[0]["figures"])}. {alone(trials)}')
     elif trials.held and not rows:
-        print(f'\nNothing fits {planner.slice.name}. {alone(trials)}')
+        say(f'\nNothing fits {planner.slice.name}. {alone(trials)}')
     else:
-        print(f'\nNothing could be planned for {planner.slice.name}: {trials.refusal or "see above"}')
+        say(f'\nNothing could be planned for {planner.slice.name}: {trials.refusal or "see above"}')
     return dict(search=rows, best=best, ruled_out=ruled_out, refused=trials.refused, untried=len(todo))
 
 
