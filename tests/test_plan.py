@@ -120,9 +120,8 @@ def test_a_small_step_compiled_for_a_tpu(fsdp):
     tokens = SMALL['global_batch'] * SMALL['seq_len']
     assert p['model_flops'] == tokens * (6 * (MATRICES + NORMS) + 6 * 2 * 4 * 128 * 256)
     assert p['program_flops'] > 6 * MATRICES * tokens
-    assert 0 < p['device_s_overlapped'] <= p['device_s'] and p['device_s_compiler'] > 0
-    assert p['step_s'] == max(p['device_s'], p['host_trace_s'])
-    assert math.isclose(sum(p['seconds_by_kind'].values()), p['device_s'])
+    assert 0 < p['device_s_overlapped'] <= p['step_s'] and p['device_s_compiler'] > 0
+    assert math.isclose(sum(p['seconds_by_kind'].values()), p['step_s'])
     assert not p['uncosted_kernels'] and p['seconds_by_kind']['attention'] > 0
     assert math.isclose(p['mfu'], p['model_flops'] / p['step_s'] / (4 * 197e12))
     assert 'PREDICTED for v5e-4' in out and 'fits' in out and 'optimizer: adam_' in out
@@ -139,7 +138,7 @@ def test_a_plan_comes_from_the_cache_the_second_time(fsdp, cache, tmp_path):
     (['--plan', 'v5e-17'], 'v5e-16'), (['--plan', 'v5e-16', '--mesh', '3,-1,1'], '--mesh 3,-1,1'),
     (['--plan', 'v5e-16', '--global_batch', '20'], 'multiple of 16'),
     (['--plan', 'v5e-16', '--mesh', '1,4,4'], '--kv_heads 2'), (['--plan', 'v5e-4', '--price', '-1'], '--price'),
-    (['--search'], '--search goes with --plan')])
+    (['--search'], 'goes with --plan')])
 def test_what_cannot_be_planned_is_one_line(cache, tmp_path, words, says):
     assert says in run_plan(cache, tmp_path, *WORDS, *words, fails=True)
 

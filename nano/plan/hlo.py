@@ -478,12 +478,10 @@ class Program:
         op = c.op.removesuffix('-start')
         if op == 'all-reduce' and where.name.startswith('all-reduce-scatter'):  # fused with the slicing of its result
             op = 'reduce-scatter'
-        sizes = [a.bytes for a in c.results] + [a.bytes for name in c.operands if name in where.by_name
-                                                for a in where.by_name[name].results]
-        if op == 'all-reduce' and not c.op.endswith('-start'):
-            n_bytes = sum(a.bytes for a in c.results)  # several arrays may be reduced as one
-        else:
-            n_bytes = max(sizes)
+        given = [a.bytes for name in c.operands if name in where.by_name for a in where.by_name[name].results]
+        made = [a.bytes for a in c.results]  # of what only begins, with what is given
+        n_bytes = sum(made) - (sum(given) if c.op.endswith('-start') and len(made) > len(given) else 0)
+        n_bytes = max(n_bytes, sum(given))  # several arrays may go as one
         group = (groups(c.attributes) or [list(range(len(self.network.coords)))])[0]
         seconds = self.network.seconds(op, n_bytes, group)
         self.collectives.append(Collective(op, moved(op, n_bytes, len(group)), tuple(group), seconds, way,

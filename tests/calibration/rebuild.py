@@ -345,10 +345,10 @@ def predict(row: Row, cache_folder: Path, again: bool, early: bool) -> dict:
     slice_ = chips.find_slice(row.slice)
     mesh = runtime.mesh_shape(row.mesh, slice_.n_chips)
     found = report.figures(traced, result, slice_, mesh)
-    kept = ('slice', 'mesh', 'fits', 'memory', 'largest_buffers', 'model_flops', 'program_flops', 'device_s',
+    kept = ('slice', 'mesh', 'fits', 'memory', 'largest_buffers', 'model_flops', 'program_flops', 'step_s',
             'device_s_overlapped', 'seconds_by_kind', 'collectives', 'uncosted_kernels', 'compile_s')
     return dict(row=row.id, held_out=row.held_out, published_s=row.seconds, source=row.source, differs=row.differs,
-                error=found['device_s'] / row.seconds - 1 if found['fits'] else None,
+                error=found['step_s'] / row.seconds - 1 if found['fits'] else None,
                 **{name: found[name] for name in kept if name in found})
 
 
@@ -358,7 +358,7 @@ def show(p: dict) -> str:
     if not p['fits']:
         big = '\n'.join(f'      {b["bytes"] / gib:7.2f} GiB {b["what"]}' for b in p['largest_buffers'])
         return f'{text}: DOES NOT FIT\n{big}'
-    text += (f'\n    {p["device_s"]:.3f} s predicted, {p["published_s"]} published: {p["error"]:+.1%}; '
+    text += (f'\n    {p["step_s"]:.3f} s predicted, {p["published_s"]} published: {p["error"]:+.1%}; '
              f'FLOPs {p["program_flops"] / p["model_flops"]:.3f} x model')
     for kind, s in sorted(p['seconds_by_kind'].items(), key=lambda k: -k[1]):
         text += f'\n      {kind:<14}{s:8.3f} s'
@@ -376,7 +376,7 @@ def table(found: dict) -> str:
         row = ROWS[p['row']]
         what = (f'{whose[row.style]}: {row.shape["layers"]} layers of {row.shape["width"]}, {row.batch} x {row.seq_len}'
                 + (', host offload' if row.offload else ''))
-        lines.append(f'| {p["row"]}, {what} | {p["slice"]} | {p["published_s"]:.3f} | {p["device_s"]:.3f} | {p["error"]:+.1%} | '
+        lines.append(f'| {p["row"]}, {what} | {p["slice"]} | {p["published_s"]:.3f} | {p["step_s"]:.3f} | {p["error"]:+.1%} | '
                      f'{"held out" if p["held_out"] else "fitted"} |')
     return '\n'.join(lines)
 
