@@ -205,7 +205,7 @@ def weight_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sizes[letter] for letter in name.split('_')[-1]) for name in SHARDING if name not in absent}
 
 
-FLOPS_RULE = '6 P + 6 L H C T for a token: P without the embedding table, causal attention'
+FLOPS_RULE = '6 P + 6 L H C T for a token: P weights in matmuls, L layers of H heads of C, T positions, causal'
 
 
 def flops_per_token(cfg: Config) -> float:

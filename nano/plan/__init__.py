@@ -2,9 +2,28 @@
 
 A script offers it with `plan.Options` beside its own options and one function that makes its training step:
 
-    cfg, planning = config.parse(Config, PRESETS, argv, beside=plan.Options)
-    if plan.asked(planning):
-        return plan.run(planning, cfg, step_to_plan, {'remat': list(REMAT)})
+    @dataclass
+    class Config:
+        device: str = 'tpu'  # a plan sets it to tpu
+        mesh: str = '1,-1,1'  # data,fsdp,tensor
+        ...  # --search also varies global_batch's accumulate, and remat if it is told of its values
+
+    def step_to_plan(cfg, mesh, device) -> plan.Step:
+        w = torch.nn.Parameter(torch.empty(1024, 1024, device=device))  # made on the device, or moved there
+        x = torch.zeros(256, 1024, device=device)
+        xs.mark_sharding(w, mesh, ('fsdp', None))
+        xs.mark_sharding(x, mesh, ('fsdp', None))
+        return plan.Step({'w': w}, {}, {'x': x}, lambda: train_step(w, x), 'rows', 256, cfg.steps, 4 * 1024**2 * 256,
+                         '4 P for a row')
+
+    try:
+        cfg, planning = config.parse(Config, PRESETS, argv, beside=plan.Options)
+        if plan.asked(planning):
+            return plan.run(planning, cfg, step_to_plan, {'remat': list(REMAT)})  # or {} without such an option
+    except UserError as e:
+        sys.exit(f'error: {e}')
+
+`train_step` traces one step, as in a run: forward, backward, and the weights and the state updated in place. See `Step`.
 """
 import dataclasses
 import json
@@ -47,6 +66,9 @@ def run(options: Options, cfg: Any, make_step: Callable[[Any, Any, Any], Step], 
     policies of --remat for --search, the one that keeps most first. Raises UserError."""
     from nano.plan.search import advice, search  # which imports this module
     slice_ = chips.find_slice(options.plan)
+    wanted = {'device', 'mesh'} | ({'global_batch', 'accumulate'} if options.search else set()) | vary.keys()
+    if missing := sorted(wanted - {f.name for f in dataclasses.fields(cfg)}):
+        raise UserError(f'{type(cfg).__name__} has no option {missing[0]}, which a plan needs, see nano/plan/__init__.py')
     for name, most in (('price', 1e6), ('tokens', 1e18), ('search_minutes', 1e6)):
         if not 0 <= getattr(options, name) <= most:
             raise UserError(f'--{name} {getattr(options, name)}: must be between 0 and {most:g}')
@@ -67,7 +89,7 @@ def run(options: Options, cfg: Any, make_step: Callable[[Any, Any, Any], Step], 
     else:
         found = planner.plan(cfg)
         say(as_text(found))
-        if not found['fits']:
+        if not found['fits'] and hasattr(cfg, 'accumulate') and hasattr(cfg, 'global_batch'):
             say(advice(planner, cfg, vary, found, options.search_minutes * 60))
     if options.plan_json:
         part = json_file.with_name(json_file.name + '.part')

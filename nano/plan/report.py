@@ -119,11 +119,14 @@ def classifier(program: hlo.Program, parameters: dict[int, str]) -> Callable:
 # ---- What is printed ----
 
 def gib(n: float) -> str:
-    return f'{n / GIB:.2f} GiB'
+    return f'{n / GIB:.2f} GiB' if n >= GIB / 100 else f'{n / 2**20:.2f} MiB'
 
 
 def duration(hours: float) -> str:
-    return f'{hours * 60:.0f} minutes' if hours < 2 else f'{hours:.1f} hours' if hours < 48 else f'{hours / 24:.1f} days'
+    for most, per_hour, unit in ((1 / 20, 3600, 'seconds'), (2, 60, 'minutes'), (48, 1, 'hours'), (math.inf, 1 / 24, 'days')):
+        if hours < most:
+            return f'{hours * per_hour:.{1 if per_hour <= 1 else 0}f} {unit}'
+    return 'for ever'
 
 
 def as_text(p: dict) -> str:
@@ -153,7 +156,7 @@ def as_text(p: dict) -> str:
     lines += [f'  {gib(b["bytes"]):>12}  {b["what"]}' for b in p['largest_buffers']]
     if not p['fits']:
         return '\n'.join(lines)
-    lines += ['', 'Arithmetic of a step']
+    lines += ['', 'Arithmetic of a step, all chips together']
     row('model', f'{p["model_flops"] / 1e12:,.1f} TFLOP', p['flops_rule'])
     row('program', f'{p["program_flops"] / 1e12:,.1f} TFLOP',
         f'{p["program_flops"] / p["model_flops"]:.2f} times the model: what is computed again, and what has no use')
