@@ -203,10 +203,17 @@ def test_ctrl_c_prints_what_there_is(seed, capsys):
 
 
 def test_order():
-    """The least work first; a mesh that fits so is done; else from the most rematerialization along the border."""
+    """The least work first; if it fits, a level more; else from the most rematerialization along the border."""
     fake = Fake('v5e-4', state=1e9, kept=[1e9] * 4, heads=2)
     search(fake, Config(), VARY, math.inf)
-    assert fake.compiled == [(mesh, 1, 'none') for mesh in ('1,4,1', '2,2,1', '4,1,1', '1,2,2', '2,1,2')]
+    assert fake.compiled == [(mesh, 1, remat) for mesh in ('1,4,1', '2,2,1', '4,1,1', '1,2,2', '2,1,2')
+                             for remat in ('none', 'dots')]
+    # Rematerialization that saves more time than it takes is followed to where it does not.
+    fake = Fake('v5e-1', state=1e9, kept=[1e9] * 4)
+    fake.work = [1., .8, .7, .9]
+    found = search(fake, Config(), VARY, math.inf)
+    assert [row[2] for row in fake.compiled] == ['none', 'dots', 'attn', 'block']
+    assert found['best']['options']['remat'] == 'attn'
     gib = 4 * 2**30  # on each of 4 chips
     fake = Fake('v5e-4', state=1e3, kept=[25 * gib, 20 * gib, 18 * gib, 15 * gib], heads=1)
     search(fake, Config(), VARY, math.inf)

@@ -6,7 +6,8 @@ rematerialization takes less memory and more work; so do smaller micro-batches, 
 - What fits rules out what does more work on its mesh: as much rematerialization and as many micro-batches, or more.
 - What does not fit rules out what takes more memory, also on meshes that spread the weights over fewer chips.
 
-The first attempt on a mesh is the one with the least work: if it fits, the mesh is done. Else the search walks along
+The first attempt on a mesh is the one with the least work: if it fits, only a little more rematerialization is tried
+beside it, which saves memory traffic and can be faster. Else the search walks along
 the border of what fits, from its other end: the most rematerialization in the largest micro-batches. If that fits,
 less of it is tried, which is faster if it fits too; if not, smaller micro-batches. Each attempt settles a row or a
 column: R policies and A sizes take at most R + A compiles in place of R x A, and the first that fits comes early.
@@ -67,7 +68,7 @@ class Trials:
         self.limit = planner.slice.chip.usable_gib * GIB
         self.ends = time.perf_counter() + budget_s
         self.rows: list[dict] = []  # each attempt, for JSON
-        self.fits: list[Variant] = []
+        self.fits: dict[Variant, float] = {}  # and their predicted step in seconds
         self.misfits: list[tuple[Variant, float, float]] = []  # variant, what its program takes, what there is for it
         self.held: dict[tuple, int] = {}  # mesh -> weights and optimizer state
         self.reserved = 0  # by the runtime; known after the first compile
@@ -82,11 +83,25 @@ class Trials:
         held, copies = self.held.get(v.mesh, 0), v.mesh[0] > self.planner.slice.n_slices
         if held + self.reserved > self.limit or copies and held > self.small * self.limit:
             return True
-        if any(f.mesh == v.mesh and f.level <= v.level and f.accumulate <= v.accumulate for f in self.fits):
-            return True
+        if self.more_work(v):
+            # What is kept has to be written and read: computing some of it again can be faster. One level more is tried,
+            # and another, for as long as it is.
+            here = {f: seconds for f, seconds in self.fits.items() if f.mesh == v.mesh}
+            best = min(here, key=here.get)
+            if v.accumulate != best.accumulate or v.level < best.level or any(
+                    f.accumulate == best.accumulate and f.level > best.level for f in here):
+                return True
         return any(m.mesh[2] == v.mesh[2] and m.mesh[1] >= v.mesh[1] and m.level >= v.level and (
             m.accumulate >= v.accumulate or SHRINKS * program * m.accumulate / v.accumulate > room)
             for m, program, room in self.misfits)
+
+    def more_work(self, v: Variant) -> bool:
+        """Whether one fits that computes nothing again that v does not."""
+        return any(f.mesh == v.mesh and f.level <= v.level and f.accumulate <= v.accumulate for f in self.fits)
+
+    def turn(self, todo: list[Variant]) -> Variant:
+        """Whose turn it is: on a mesh where something fits, the next level of rematerialization."""
+        return min((v for v in todo if self.more_work(v)), key=lambda v: v.level, default=todo[0])
 
     def learn(self, v: Variant, p: dict):
         """Takes the figures of a compiled variant into account."""
@@ -94,7 +109,7 @@ class Trials:
         self.held[v.mesh] = m['weights'] + m['optimizer']
         taken = self.held[v.mesh] + m['batch'] + m['reserved']
         if p['fits']:
-            self.fits.append(v)
+            self.fits[v] = p['step_s']
         else:
             self.misfits.append((v, m['total'] - taken, m['limit'] - taken))
 
@@ -156,8 +171,9 @@ def search(planner: plan.Planner, cfg: Any, vary: dict[str, list], budget_s: flo
     say(f'searching {len(order)} variants, most of them by ruling them out; Ctrl-C ends it')
     try:
         while todo and not stopped:
-            trials.attempt(todo[0], todo)
-            todo = [v for v in todo[1:] if not trials.pointless(v)]
+            one = trials.turn(todo)
+            trials.attempt(one, todo)
+            todo = [v for v in todo if v != one and not trials.pointless(v)]
             if todo and trials.rows and time.perf_counter() >= trials.ends:
                 stopped = 'after --search_minutes'
     except KeyboardInterrupt:
