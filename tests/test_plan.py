@@ -122,6 +122,7 @@ def test_a_small_step_compiled_for_a_tpu(fsdp):
     assert p['program_flops'] > 6 * MATRICES * tokens
     assert 0 < p['device_s_overlapped'] <= p['step_s'] and p['device_s_compiler'] > 0
     assert math.isclose(sum(p['seconds_by_kind'].values()), p['step_s'])
+    assert math.isclose(sum(p['seconds_by_limit'].values()), p['step_s']) and 'limited by' in out
     assert not p['uncosted_kernels'] and p['seconds_by_kind']['attention'] > 0
     assert math.isclose(p['mfu'], p['model_flops'] / p['step_s'] / (4 * 197e12))
     assert 'PREDICTED for v5e-4' in out and 'fits' in out and 'optimizer: adam_' in out

@@ -202,12 +202,14 @@ class Cost:
     """What a piece of the program takes."""
     seconds: dict[str, float] = field(default_factory=dict)  # by kind, by the rules of this file
     compiler: dict[str, float] = field(default_factory=dict)  # by kind, by the compiler's own estimates where it has one
+    limits: dict[str, float] = field(default_factory=dict)  # the same seconds by what they are limited by
     waits: dict[str, float] = field(default_factory=dict)  # by network, for what was not hidden behind other work
     flops: float = 0.
     hbm_bytes: float = 0.
 
     def add(self, other: 'Cost', times: float = 1):
-        for mine, theirs in ((self.seconds, other.seconds), (self.compiler, other.compiler), (self.waits, other.waits)):
+        for mine, theirs in ((self.seconds, other.seconds), (self.compiler, other.compiler),
+                             (self.limits, other.limits), (self.waits, other.waits)):
             for kind, s in theirs.items():
                 mine[kind] = mine.get(kind, 0) + s * times
         self.flops += other.flops * times
@@ -449,18 +451,19 @@ class Program:
                 continue  # copies between HBM and VMEM, beside everything else
             if any('async_collective_fusion_config' not in c.attributes for c, _ in found):
                 wait(*begin(found))  # a collective with arithmetic fused to it, and not one that is on its way
-            traffic, seconds = self.hbm_traffic(i, computation), None
-            if i.op == 'custom-call':
-                if 'tpu_custom_call' in i.attributes:
-                    flops, seconds = self.attention_kernel(i, computation)
-                elif i.cycles is None:
-                    continue
-            if seconds is None:
-                seconds = max(self.matmul_seconds(flops, i, computation) if flops else 0.,
-                              traffic / (HBM_SHARE * self.chip.hbm_gbs * 1e9))
+            traffic = self.hbm_traffic(i, computation)
+            if i.op == 'custom-call' and 'tpu_custom_call' in i.attributes:
+                flops, seconds = self.attention_kernel(i, computation)
+                limit = 'attention kernels'
+            elif i.op == 'custom-call' and i.cycles is None:
+                continue
+            else:
+                arithmetic = self.matmul_seconds(flops, i, computation) if flops else 0.
+                seconds = max(arithmetic, traffic / (HBM_SHARE * self.chip.hbm_gbs * 1e9))
+                limit = 'matrix unit' if arithmetic == seconds and flops else 'memory bandwidth'
             compiler = seconds if i.cycles is None else i.cycles / (self.chip.clock_ghz * 1e9)
             kind = classify(i, flops, computation)
-            total.add(Cost({kind: seconds}, {kind: compiler}, {}, flops, traffic))
+            total.add(Cost({kind: seconds}, {kind: compiler}, {limit: seconds}, {}, flops, traffic))
             now += seconds
         for way, until in free.items():
             wait(until, way)

@@ -42,12 +42,16 @@ def figures(traced: aot.Traced, compiled: aot.Compiled, slice_: chips.Slice, mes
     if slice_.n_slices > 1:
         by_kind['between slices'] = cost.waits.get('slices', 0.)
     device = sum(by_kind.values())
+    limits = cost.limits | {'links between chips': by_kind['collectives']}
+    if slice_.n_slices > 1:
+        limits['network between slices'] = by_kind['between slices']
     compiler = device + sum(cost.compiler.values()) - sum(cost.seconds.values())
     rate = step.units / device
     result.update(
         program_flops=cost.flops * slice_.n_chips, hbm_traffic=cost.hbm_bytes, uncosted_kernels=program.uncosted,
         step_s=device, device_s_overlapped=cost.total, device_s_compiler=compiler,
-        seconds_by_kind=by_kind, mfu=step.model_flops / device / (chip.peak_tflops * 1e12 * slice_.n_chips),
+        seconds_by_kind=by_kind,
+        seconds_by_limit=limits, mfu=step.model_flops / device / (chip.peak_tflops * 1e12 * slice_.n_chips),
         units_per_s=rate, collectives=collectives(program, mesh))
     units = units or step.units * step.steps
     result['budget'] = dict(units=units, hours=units / rate / 3600)
@@ -169,6 +173,8 @@ def as_text(p: dict) -> str:
     row('step', f'{p["step_s"] * 1e3:,.1f} ms')
     row('  at best', f'{p["device_s_overlapped"] * 1e3:,.1f} ms', 'if collectives slow nothing down that they run beside')
     row('  by libtpu', f'{p["device_s_compiler"] * 1e3:,.1f} ms', 'with the compiler\'s own estimates, mostly too high')
+    limits = sorted(p['seconds_by_limit'].items(), key=lambda k: -k[1])
+    lines.append('  limited by ' + ', '.join(f'{name} {s / p["step_s"]:.0%}' for name, s in limits if s > 0.005 * p['step_s']))
     row('host', f'{p["host_trace_s"] * 1e3:,.1f} ms', 'to trace a step on this machine, with names for this plan: a run takes '
         'about half')
     if p['host_trace_s'] / 2 > p['step_s']:
