@@ -519,7 +519,7 @@ def test_refusals_before_devices_are_asked_for(data, tmp_path, monkeypatch):
             code, _, stderr = run(tmp_path, data)
             assert code == 2 and f'error: {name} is set' in stderr
     if not runtime.tpu_chips():
-        code, _, stderr = run(tmp_path, data, '--device', 'tpu')
+        code, _, stderr = run(tmp_path, data, '--device', 'tpu', '--seq_len', 128)
         assert code == 2 and 'no TPU on this machine' in stderr and '--device cpu' in stderr
     assert not (tmp_path / 'metrics.jsonl').exists()
 
