@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 COMMANDS = [shlex.split(line, comments=True)[2:] for block in re.findall(r'```bash\n(.*?)```', README, re.S)
             for line in block.splitlines() if line.startswith('bash launch.sh')]
-SMALL = '''--layers 1 --width 32 --heads 2 --kv_heads 1 --head_size 16 --mlp_width 32 --seq_len 32 --global_batch 4
+SMALL = '''--layers 1 --width 32 --heads 2 --kv_heads 1 --head_size 16 --mlp_width 32 --seq_len 32 --global_batch 4 --accumulate 1
 --eval_windows 4 --sample_tokens 20 --save_every 0 --warmup 2 --lr 0.01'''.split()
 
 
@@ -107,7 +107,7 @@ def test_the_commands(checkout):
             found = launch(checkout, *args)
             assert 'wrote hf/mine' in found.stdout
         elif '--plan' in args:
-            found = launch(checkout, *args, *SMALL, '--seq_len', 128, '--global_batch', 32)
+            found = launch(checkout, *args, *SMALL, '--seq_len', 128, '--global_batch', 16)
             assert 'PREDICTED for v5e-16' in found.stdout and 'MFU' in found.stdout
         elif args[:1] == ['train_gpt.py']:
             small = SMALL[SMALL.index('--seq_len'):] if '--init_from' in args else SMALL
