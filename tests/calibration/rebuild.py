@@ -345,7 +345,7 @@ def predict(row: Row, cache_folder: Path, again: bool, early: bool) -> dict:
     slice_ = chips.find_slice(row.slice)
     mesh = runtime.mesh_shape(row.mesh, slice_.n_chips)
     found = report.figures(traced, result, slice_, mesh)
-    kept = ('slice', 'mesh', 'fits', 'memory', 'largest_buffers', 'model_flops', 'program_flops', 'step_s',
+    kept = ('slice', 'mesh', 'fits', 'memory', 'model_flops', 'program_flops', 'step_s',
             'device_s_overlapped', 'seconds_by_kind', 'collectives', 'uncosted_kernels', 'compile_s')
     return dict(row=row.id, held_out=row.held_out, published_s=row.seconds, source=row.source, differs=row.differs,
                 error=found['step_s'] / row.seconds - 1 if found['fits'] else None,
@@ -385,7 +385,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('rows', nargs='*', help='ids of rows.py, or fitted')
     parser.add_argument('--out', help='add the figures to this JSON file')
-    parser.add_argument('--cache', type=Path, default=Path('/tmp/calib_cache'))
+    parser.add_argument('--cache', type=Path, default=Path('~/.cache/nano-tpu-plan/calibration').expanduser(),
+                        help='folder of what was compiled')
     parser.add_argument('--again', action='store_true', help='trace what is in the cache again')
     parser.add_argument('--early', action='store_true', help='stop before code is made: all but the compiler\'s own estimates')
     parser.add_argument('--held_out', action='store_true', help='allow rows that are held out: once, at the end')
@@ -414,7 +415,8 @@ def main():
         if args.out:
             out = Path(args.out)
             all_found = json.loads(out.read_text()) if out.exists() else {}
-            out.write_text(json.dumps(all_found | {id: found}, indent=1))
+            lines = [f'{json.dumps(name)}: {json.dumps(p)}' for name, p in (all_found | {id: found}).items()]
+            out.write_text('{' + ',\n'.join(lines) + '}\n')
 
 
 if __name__ == '__main__':
