@@ -214,7 +214,8 @@ def table(slice_: chips.Slice, rows: list[dict]) -> str:
             total, spare = p['memory']['total'], p['memory']['limit'] - p['memory']['total']
             lines.append(f'{p["step_s"] * 1e3:>11,.1f} ms{p["mfu"]:>8.1%}{p["units_per_s"]:>14,.0f}'
                          f'{gib(total):>12}{gib(spare):>12}  {as_words(row["options"])}' + (
-                             ' (the host may limit)' if p['host_trace_s'] / 2 > p['step_s'] else ''))
+                             ' (the host may limit)' if p['host_trace_s'] / 2 > p['step_s'] else '') + (
+                             ' (without a kernel that no rule knows)' if p.get('uncosted_kernels') else ''))
         else:
             lines.append(f'  {as_words(row["options"])}: {verdict(p) if p else row["error"]}')
     return '\n'.join(lines)
