@@ -99,6 +99,15 @@ def check_versions(requirements: Path = Path(__file__).parent.parent / 'requirem
     return ', '.join(f'{name} {found[name]}' for name in ('torch', 'torch_xla', 'jax', 'libtpu') if name in found)
 
 
+def check_environment() -> str:
+    """Of a run and of a plan alike. Returns the versions; raises UserError."""
+    for name in DOWNCASTS:
+        if os.environ.get(name, '0').lower() not in ('', '0', 'false'):
+            raise UserError(f'{name} is set: it downcasts behind the script\'s back and breaks masks and sums; '
+                            f'unset it (matmuls are in bfloat16 on TPU anyway)')
+    return check_versions()
+
+
 def start(device: str, timeout_s: float = 600,
           say: Callable[[str], None] = say) -> Runtime:
     """Starts torch_xla in SPMD mode on `device` ('tpu' or 'cpu').
@@ -109,11 +118,7 @@ def start(device: str, timeout_s: float = 600,
     """
     if device not in ('tpu', 'cpu'):
         raise UserError(f"--device {device}: expected 'tpu' or 'cpu'")
-    for name in DOWNCASTS:
-        if os.environ.get(name, '0').lower() not in ('', '0', 'false'):
-            raise UserError(f'{name} is set: it downcasts behind the script\'s back and breaks masks and sums; '
-                            f'unset it (matmuls are in bfloat16 on TPU anyway)')
-    versions = check_versions()
+    versions = check_environment()
     if device == 'tpu' and not tpu_chips():
         raise UserError('no TPU on this machine (no /dev/accel* and no /dev/vfio/*). To train on the CPU ask for it: '
                         '--device cpu')
@@ -193,8 +198,8 @@ def mesh_shape(sizes: str, n_devices: int) -> tuple[int, ...]:
     if -1 in shape and n_devices % known == 0:
         shape[shape.index(-1)] = n_devices // known
     if np.prod(shape) != n_devices:
-        raise UserError(f'--mesh {sizes} does not fill the {n_devices} devices: the sizes must multiply to {n_devices}'
-                        f' (CPU_NUM_DEVICES=8 in the environment makes 8 of a CPU)')
+        hint = ' (CPU_NUM_DEVICES=8 in the environment makes 8 of a CPU)' if os.environ.get('PJRT_DEVICE') == 'CPU' else ''
+        raise UserError(f'--mesh {sizes} does not fill the {n_devices} devices: the sizes must multiply to {n_devices}{hint}')
     return tuple(shape)
 
 

@@ -86,6 +86,59 @@ def test_a_loop_that_is_not_understood_is_refused():
         cost(LOOP.replace('direction=LT', 'direction=NE').replace('STEP', '1').replace('LIMIT', '3').replace('START', '0'))
 
 
+def test_what_a_loop_carries_may_come_from_elsewhere():
+    text = LOOP.replace('= (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%from, %a)',
+                        '= (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) custom-call(%from, %a)')
+    found, _ = cost(text.replace('STEP', '1').replace('LIMIT', '3').replace('START', '0'))
+    assert found.compiler['other'] >= 3e-6
+
+
+def test_of_a_conditional_the_longest_branch_counts():
+    branch = '''%NAME (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %y = f32[8,128]{1,0:T(8,128)} negate(%x), backend_config={"window_config":{"estimated_cycles":"CYCLES"}}
+}
+'''
+    for how in ('branch_computations={%short, %long}', 'true_computation=%short, false_computation=%long'):
+        found, _ = cost('HloModule m\n' + branch.replace('NAME', 'short').replace('CYCLES', '1500') +
+                        branch.replace('NAME', 'long').replace('CYCLES', '3000').replace('negate', 'sqrt').replace(
+                            '8,128', '16,128') + f'''ENTRY %main (a: f32[8,128], p: s32[]) -> f32[8,128] {{
+  %a = f32[8,128]{{1,0:T(8,128)}} parameter(0)
+  %p = s32[] parameter(1)
+  ROOT %c = f32[8,128]{{1,0:T(8,128)}} conditional(%p, %a, %a), {how}
+}}
+''')
+        assert found.compiler['other'] == pytest.approx(2e-6)
+
+
+def test_all_to_all_passes_the_links_between(seed):
+    """Against every pair's way through the torus, dimension by dimension, ties both ways."""
+    random_ = random.Random(seed)
+    for _ in range(30):
+        shape = tuple(random_.choice((1, 2, 4, 8)) for _ in range(random_.choice((2, 3))))
+        wrap = tuple(random_.random() < .5 and n > 2 for n in shape)
+        coords = list(itertools.product(*map(range, shape)))
+        if len(coords) == 1:
+            continue
+        load = {}
+        for a, b in itertools.product(coords, coords):
+            at = list(a)
+            for d, n in enumerate(shape):
+                ways = [(b[d] - a[d], 1.)]
+                if wrap[d]:
+                    up = (b[d] - a[d]) % n
+                    ways = [(up, .5), (up - n, .5)] if 2 * up == n else [(up if 2 * up < n else up - n, 1.)]
+                for steps, share in ways:
+                    way = 1 if steps > 0 else -1
+                    for k in range(abs(steps)):
+                        link = (*at[:d], (at[d] + way * k) % n, *at[d + 1:], d, way)
+                        load[link] = load.get(link, 0) + share / len(coords)  # of what a chip has
+                at[d] = b[d]
+        network = hlo.Network(coords, wrap, 45.)
+        assert network.seconds('all-to-all', 1e9, list(range(len(coords)))) == pytest.approx(
+            max(load.values()) / (hlo.LINK_SHARE * 45))
+
+
 OVERLAP = '''HloModule m
 ENTRY %main (a: bf16[1024,1024]) -> bf16[4096,1024] {
   %a = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(0)

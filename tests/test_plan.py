@@ -87,7 +87,7 @@ def check_memory(p):
     assert p['fits'] and m['total'] < m['limit']
     assert near(m['total'], m['reserved'] + m['program'] + m['arguments'], 0.01)
     assert near(m['arguments'], m['weights'] + m['optimizer'] + m['batch'], 0.01)
-    assert sum(b['bytes'] for b in p['largest_buffers'] if b['what'].startswith('temporary')) <= m['program']
+    assert sum(b['bytes'] * b['count'] for b in p['largest_buffers'] if b['what'].startswith('temporary')) <= m['program']
     assert near(sum(m[part] for part in ('weights', 'optimizer', 'batch', 'program', 'reserved')), m['total'], 0.01)
 
 

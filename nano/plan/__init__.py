@@ -81,7 +81,7 @@ def run(options: Options, cfg: Any, make_step: Callable[[Any, Any, Any], Step], 
     for signum in (signal.SIGTERM, signal.SIGHUP):  # so that the compiler and its files go too
         signal.signal(signum, lambda n, _: sys.exit(128 + n))
     cfg = dataclasses.replace(cfg, device='tpu')
-    runtime.check_versions()
+    runtime.check_environment()
     aot.start(slice_.n_chips)
     planner = Planner(slice_, make_step, options)
     if options.search:
@@ -123,7 +123,8 @@ class Planner:
             compiled = aot.compile_step(traced, self.slice, flags, self.cache, tick=progress.tick)
         if compiled.cached and not what:
             say('compiled before: from the cache in ' + str(self.cache))
-        return figures(traced, compiled, self.slice, mesh, self.options.tokens, self.options.price)
+        found = figures(traced, compiled, self.slice, mesh, self.options.tokens, self.options.price)
+        return found | dict(options=dataclasses.asdict(cfg))
 
 
 def compiler_flags(chip: str) -> str:
@@ -136,18 +137,23 @@ def compiler_flags(chip: str) -> str:
 
 
 class _Progress:
-    """A line on stderr with the seconds gone by, where somebody looks at it."""
+    """Says how many seconds have gone by: on a terminal's line all the time, else every minute."""
 
     def __init__(self, what: str):
-        self.what, self.began = what, time.perf_counter()
+        self.what = what
+        self.began = self.said = time.perf_counter()
 
     def __enter__(self) -> '_Progress':
         say(self.what + ' ...')
         return self
 
     def tick(self):
+        now = time.perf_counter()
         if sys.stderr.isatty():
-            print(f'\r{time.perf_counter() - self.began:5.0f} s ', end='', file=sys.stderr, flush=True)
+            print(f'\r{now - self.began:5.0f} s ', end='', file=sys.stderr, flush=True)
+        elif now - self.said >= 60:
+            self.said = now
+            say(f'  {now - self.began:.0f} s ...')
 
     def __exit__(self, *_):
         if sys.stderr.isatty():

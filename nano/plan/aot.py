@@ -128,13 +128,15 @@ def trace(make: Callable[[torch.device], Step], n_devices: int) -> Traced:
         if t.device.type == 'xla' and (name := name_of.get(xla._unique_id_for_ir_and_data(t))):
             numbers[name] = number
     module, key = _module(hlo, numbers, sharding, list(state))
-    # The step again, as all those after the first: what scan and the kernels keep is there now.
-    times = []
+    # The step again, as all those after the first: what scan and the kernels keep is there now, and no names are written.
+    times, names = [], xla._get_ir_debug()
+    xla._set_ir_debug(False)
     for _ in range(3):
         xla._clear_pending_irs(str(device))
         began = time.perf_counter()
         step.run()
         times.append(time.perf_counter() - began)
+    xla._set_ir_debug(names)
     xla._clear_pending_irs(str(device))
     local = {group: {name: math.prod(local_shape(t.shape, sharding[f'{group} {name}'])) * t.element_size()
                      for name, t in tensors.items()} for group, tensors in groups.items()}
@@ -218,8 +220,11 @@ def compile_step(traced: Traced, where: Slice, flags: str, cache: Path | None, t
         try:
             cache.mkdir(parents=True, exist_ok=True)
             part = kept.with_suffix(f'.{os.getpid()}')
-            part.write_bytes(gzip.compress(json.dumps(asdict(compiled)).encode(), 6))
-            part.rename(kept)
+            try:
+                part.write_bytes(gzip.compress(json.dumps(asdict(compiled)).encode(), 6))
+                part.rename(kept)
+            finally:  # also when it is ended here
+                part.unlink(missing_ok=True)
         except OSError as e:
             say(f'warning: not kept for the next time: {e}')
     return compiled

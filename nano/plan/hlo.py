@@ -50,6 +50,13 @@ class Instruction:
         return self.attribute(r'\b(?:calls|to_apply)=%?([\w.\-]+)')
 
     @cached_property
+    def branches(self) -> list[str]:
+        """What a call, or a conditional, may run."""
+        listed = self.attribute(r'branch_computations=\{([^}]*)\}') or ','.join(
+            re.findall(r'(?:to_apply|(?:true|false)_computation)=%?([\w.\-]+)', self.attributes))
+        return [name.strip().lstrip('%') for name in listed.split(',') if name]
+
+    @cached_property
     def cycles(self) -> int | None:
         """The compiler's estimate; None where it has none."""
         text = self.attribute(r'"estimated_cycles":"(\d+)"')
@@ -160,10 +167,16 @@ class Network:
 
     def seconds(self, op: str, n_bytes: float, group: list[int]) -> float:
         """Time of a collective whose largest operand or result has `n_bytes`."""
-        n, links = len(group), self.links(group)
+        n, links, sent = len(group), self.links(group), moved(op, n_bytes, len(group))
         if op == 'collective-permute':
             links = 1  # to one neighbor; those that are further away are passed on
-        return moved(op, n_bytes, n) / (LINK_SHARE * links * self.link_gbs * 1e9)
+        if op == 'all-to-all':
+            # What each chip has for each other one passes all links between them: in a line of n chips the links in its
+            # middle carry n/4 times what a chip has, each way, and in a ring half as much.
+            extents = [len({self.coords[i % len(self.coords)][d] for i in group}) for d in range(len(self.wrap))]
+            sent = n_bytes * max((n / (8 if w else 4) for n, w in zip(extents, self.wrap) if n > 1), default=0)
+            links = 1
+        return sent / (LINK_SHARE * links * self.link_gbs * 1e9)
 
 
 def moved(op: str, n_bytes: float, n: int) -> float:
@@ -346,7 +359,8 @@ class Program:
         # A 64-bit counter comes as two halves, and then several comparisons: the one that counts is with the limit.
         while condition.root.op == 'fusion':
             condition = self.computations[condition.root.calls]
-        at = computation.by_name[i.operands[0]].operands  # what the loop carries, as it begins
+        carried = computation.by_name[i.operands[0]]
+        at = carried.operands if carried.op == 'tuple' else []  # what the loop carries, as it begins
         best = 0
         for compare in condition.instructions:
             if compare.op != 'compare' or 'direction=LT' not in compare.attributes:
@@ -354,11 +368,12 @@ class Program:
             counter, other = (condition.by_name[name] for name in compare.operands[:2])
             limit = constant(condition, other.name)
             if limit is None and other.op == 'get-tuple-element':  # the limit is carried too
-                limit = constant(computation, at[int(other.attribute(r'index=(\d+)'))])
+                index = int(other.attribute(r'index=(\d+)'))
+                limit = constant(computation, at[index]) if index < len(at) else None
             if counter.op != 'get-tuple-element' or not limit:
                 continue
             index = int(counter.attribute(r'index=(\d+)'))
-            start = constant(computation, at[index]) or 0
+            start = constant(computation, at[index]) or 0 if index < len(at) else 0
             grown = body.by_name[body.root.operands[index]]
             while grown.op in ('copy', 'bitcast'):
                 grown = body.by_name[grown.operands[0]]
@@ -413,10 +428,12 @@ class Program:
                 total.add(inside, trips)
                 now += inside.total * trips
                 continue
-            if i.op in ('call', 'conditional') and i.calls in self.computations:
-                inside = self._replay(i.calls, classify, times)
-                total.add(inside)
-                now += inside.total
+            if i.op in ('call', 'conditional'):
+                branches = [self._replay(name, classify, times) for name in i.branches]
+                if branches:
+                    inside = max(branches, key=lambda b: b.total)  # of a conditional, the one that takes longest
+                    total.add(inside)
+                    now += inside.total
                 continue
             base = i.op.removesuffix('-start').removesuffix('-done')
             if base in COLLECTIVES or i.op in ('async-start', 'async-done'):

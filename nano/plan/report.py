@@ -1,6 +1,7 @@
 """From a compiled step to the figures of a plan, and these as text."""
 import math
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from typing import Callable
 
 from nano import chips, runtime
@@ -16,10 +17,12 @@ def figures(traced: aot.Traced, compiled: aot.Compiled, slice_: chips.Slice, mes
     chip, step = slice_.chip, traced.step
     names = {'weights': 'weights', 'state': 'optimizer', 'batch': 'batch'}
     parts = {names[group]: sum(tensors.values()) for group, tensors in traced.local_bytes.items()}
-    buffers = [dict(bytes=n, what=f'{names[group]}: {name}') for group, tensors in traced.local_bytes.items()
+    buffers = [(n, f'{names[group]}: {name}') for group, tensors in traced.local_bytes.items()
                for name, n in tensors.items()]
-    buffers += [dict(bytes=n, what=f'temporary {shape.split("{")[0]}: {origin}')
-                for n, shape, origin in compiled.largest]
+    for n, shape, origin in compiled.largest:
+        array = re.search(r'\w+\[[0-9,]*\]', shape)  # of several, the first
+        buffers.append((n, f'temporary {array[0] if array else shape}: {origin}'))
+    largest = sorted(Counter(buffers).items(), key=lambda b: -b[0][0])[:10]
     total = compiled.total
     if not compiled.fits and not compiled.arguments:  # then the compiler tells of the program alone
         total += sum(parts.values())
@@ -30,7 +33,7 @@ def figures(traced: aot.Traced, compiled: aot.Compiled, slice_: chips.Slice, mes
         memory=dict(total=total, limit=compiled.limit, reserved=compiled.reserved, **parts,
                     program=compiled.program, arguments=compiled.arguments,
                     rematerialized_by_compiler=list(compiled.rematerialized)),
-        largest_buffers=sorted(buffers, key=lambda b: -b['bytes'])[:10],
+        largest_buffers=[dict(bytes=n, what=what, count=count) for (n, what), count in largest],
         model_flops=step.model_flops, flops_rule=step.flops_rule, host_trace_s=traced.trace_s,
         compile_s=compiled.seconds, cached=compiled.cached, compiler_warnings=compiled.warnings, predicted=True)
     if not compiled.fits:
@@ -122,6 +125,9 @@ def classifier(program: hlo.Program, parameters: dict[int, str]) -> Callable:
 
 # ---- What is printed ----
 
+TOLD = 'global_batch', 'accumulate', 'seq_len', 'image_size', 'dtype', 'attention', 'remat'  # options, where there are such
+
+
 def gib(n: float) -> str:
     return f'{n / GIB:.2f} GiB' if n >= GIB / 100 else f'{n / 2**20:.2f} MiB'
 
@@ -145,6 +151,8 @@ def as_text(p: dict) -> str:
 
     row('parameters', f'{p["parameters"] / 1e6:,.1f} M')
     row(p['unit'] + ' per step', f'{p["units_per_step"]:,}')
+    told = {name: p['options'][name] for name in TOLD if name in p['options']}
+    lines.append('  ' + ', '.join(f'{name} {value}' for name, value in told.items()))
     lines += ['', 'Memory of a chip']
     for name, note in (('weights', ''), ('optimizer', 'its state'), ('batch', ''),
                        ('program', 'gradients, activations, code'), ('reserved', 'by the runtime')):
@@ -157,13 +165,16 @@ def as_text(p: dict) -> str:
         before, after = m['rematerialized_by_compiler']
         lines.append(f'  It fits only because the compiler itself computes parts again: {gib(before)} became {gib(after)}.')
     lines += ['', 'Largest buffers of a chip']
-    lines += [f'  {gib(b["bytes"]):>12}  {b["what"]}' for b in p['largest_buffers']]
+    lines += [f'  {gib(b["bytes"]):>12}  {b["what"]}' + (f' ({b["count"]} times)' if b['count'] > 1 else '')
+              for b in p['largest_buffers']]
     if not p['fits']:
         return '\n'.join(lines)
     lines += ['', 'Arithmetic of a step, all chips together']
     row('model', f'{p["model_flops"] / 1e12:,.1f} TFLOP', p['flops_rule'])
-    row('program', f'{p["program_flops"] / 1e12:,.1f} TFLOP',
-        f'{p["program_flops"] / p["model_flops"]:.2f} times the model: what is computed again, and what has no use')
+    ratio = p['program_flops'] / p['model_flops']
+    row('program', f'{p["program_flops"] / 1e12:,.1f} TFLOP', f'{ratio:.2f} times the model: ' + (
+        'what is computed again, and what has no use' if ratio >= 1 else
+        'the convention counts what this step does not compute, or a kernel is not counted'))
     lines += ['', 'Collectives of a step: what each chip sends']
     lines += [f'  {c["op"]:<20}{c["axis"]:<12}{c["bytes"] / 1e9:>9.3f} GB{c["seconds"] * 1e3:>10.1f} ms'
               f'{c["times"]:>9,.0f} times' for c in p['collectives']] or ['  none']
@@ -175,9 +186,8 @@ def as_text(p: dict) -> str:
     row('  by libtpu', f'{p["device_s_compiler"] * 1e3:,.1f} ms', 'with the compiler\'s own estimates, mostly too high')
     limits = sorted(p['seconds_by_limit'].items(), key=lambda k: -k[1])
     lines.append('  limited by ' + ', '.join(f'{name} {s / p["step_s"]:.0%}' for name, s in limits if s > 0.005 * p['step_s']))
-    row('host', f'{p["host_trace_s"] * 1e3:,.1f} ms', 'to trace a step on this machine, with names for this plan: a run takes '
-        'about half')
-    if p['host_trace_s'] / 2 > p['step_s']:
+    row('host', f'{p["host_trace_s"] * 1e3:,.1f} ms', 'to trace the next step meanwhile, on this machine')
+    if p['host_trace_s'] > p['step_s']:
         lines.append('  The chips may have to WAIT FOR THE HOST. What follows is if they do not.')
     for name in p['uncosted_kernels'][:3]:
         lines.append(f'  Not in the time, for want of a rule: the kernel {name}')

@@ -3,10 +3,11 @@
 An attempt is a real compile of a minute or more, so most variants are never compiled: memory and work are ordered. More
 rematerialization takes less memory and more work; so do smaller micro-batches, each of which gathers the weights again.
 
-- What fits rules out what does more work on its mesh: as much rematerialization and as many micro-batches, or more.
+- What fits rules out what does more work on its mesh: as much rematerialization and as many micro-batches, or more;
+  but not what only fits because the compiler itself computes parts again.
 - What does not fit rules out what takes more memory, also on meshes that spread the weights over fewer chips.
 
-The first attempt on a mesh is the one with the least work: if it fits, only a little more rematerialization is tried
+The first attempt is what the user asked for, the first on each mesh the one with the least work: if it fits, only a little more rematerialization is tried
 beside it, which saves memory traffic and can be faster. Else the search walks along
 the border of what fits, from its other end: the most rematerialization in the largest micro-batches. If that fits,
 less of it is tried, which is faster if it fits too; if not, smaller micro-batches. Each attempt settles a row or a
@@ -14,6 +15,7 @@ column: R policies and A sizes take at most R + A compiles in place of R x A, an
 """
 import dataclasses
 import math
+import os
 import shlex
 import sys
 import time
@@ -69,19 +71,29 @@ class Trials:
         self.ends = time.perf_counter() + budget_s
         self.rows: list[dict] = []  # each attempt, for JSON
         self.fits: dict[Variant, float] = {}  # and their predicted step in seconds
+        self.strained: set[Variant] = set()  # those that fit because the compiler itself computes parts again
         self.misfits: list[tuple[Variant, float, float]] = []  # variant, what its program takes, what there is for it
         self.held: dict[tuple, int] = {}  # mesh -> weights and optimizer state
         self.reserved = 0  # by the runtime; known after the first compile
         self.refused, self.refusal = 0, ''
+        self.asked = self._asked()
 
     def options(self, v: Variant) -> dict[str, Any]:
         remat = {'remat': self.remats[v.level]} if self.remats else {}
         return dict(mesh=','.join(map(str, v.mesh)), accumulate=v.accumulate, **remat)
 
+    def _asked(self) -> list[Variant]:
+        """What the user's own command says, if its mesh is one of this slice."""
+        try:
+            mesh = runtime.mesh_shape(self.cfg.mesh, self.planner.slice.n_chips)
+        except UserError:
+            return []
+        return [Variant(mesh, self.cfg.accumulate, self.remats.index(self.cfg.remat) if self.remats else 0)]
+
     def pointless(self, v: Variant) -> bool:
         """Whether v cannot fit, or cannot be faster than one that does, or makes copies of what is not small."""
         held, copies = self.held.get(v.mesh, 0), v.mesh[0] > self.planner.slice.n_slices
-        if held + self.reserved > self.limit or copies and held > self.small * self.limit:
+        if held + self.reserved > self.limit or copies and held > self.small * self.limit and v not in self.asked:
             return True
         if self.more_work(v):
             # What is kept has to be written and read: computing some of it again can be faster. One level more is tried,
@@ -97,7 +109,8 @@ class Trials:
 
     def more_work(self, v: Variant) -> bool:
         """Whether one fits that computes nothing again that v does not."""
-        return any(f.mesh == v.mesh and f.level <= v.level and f.accumulate <= v.accumulate for f in self.fits)
+        return any(f.mesh == v.mesh and f.level <= v.level and f.accumulate <= v.accumulate
+                   for f in self.fits.keys() - self.strained)
 
     def turn(self, todo: list[Variant]) -> Variant:
         """Whose turn it is: on a mesh where something fits, the next level of rematerialization."""
@@ -110,6 +123,8 @@ class Trials:
         taken = self.held[v.mesh] + m['batch'] + m['reserved']
         if p['fits']:
             self.fits[v] = p['step_s']
+            if m['rematerialized_by_compiler'][0]:
+                self.strained.add(v)
         else:
             self.misfits.append((v, m['total'] - taken, m['limit'] - taken))
 
@@ -163,11 +178,13 @@ def verdict(p: dict) -> str:
 
 def search(planner: plan.Planner, cfg: Any, vary: dict[str, list], budget_s: float) -> dict:
     """Prints the ranked variants and the command of the best. Returns all attempts, and the best or None, for JSON."""
-    trials, order = Trials(planner, cfg, vary, budget_s, SMALL), []
+    trials = Trials(planner, cfg, vary, budget_s, SMALL)
+    order = list(trials.asked)
     for mesh in meshes(planner.slice):
         least_work, *rest = [Variant(mesh, n, level) for n in micro_batches(cfg, mesh) for level in trials.levels]
         order += [least_work, *sorted(rest, key=lambda v: (v.accumulate, -v.level))]
-    todo, stopped = order, ''
+    todo = order = list(dict.fromkeys(order))
+    stopped = ''
     say(f'searching {len(order)} variants, most of them by ruling them out; Ctrl-C ends it')
     try:
         while todo and not stopped:
@@ -214,8 +231,10 @@ def table(slice_: chips.Slice, rows: list[dict]) -> str:
             total, spare = p['memory']['total'], p['memory']['limit'] - p['memory']['total']
             lines.append(f'{p["step_s"] * 1e3:>11,.1f} ms{p["mfu"]:>8.1%}{p["units_per_s"]:>14,.0f}'
                          f'{gib(total):>12}{gib(spare):>12}  {as_words(row["options"])}' + (
-                             ' (the host may limit)' if p['host_trace_s'] / 2 > p['step_s'] else '') + (
-                             ' (without a kernel that no rule knows)' if p.get('uncosted_kernels') else ''))
+                             ' (the host may limit)' if p['host_trace_s'] > p['step_s'] else '') + (
+                             ' (without a kernel that no rule knows)' if p.get('uncosted_kernels') else '') + (
+                             ' (the compiler computes parts again to fit)'
+                             if p['memory']['rematerialized_by_compiler'][0] else ''))
         else:
             lines.append(f'  {as_words(row["options"])}: {verdict(p) if p else row["error"]}')
     return '\n'.join(lines)
@@ -224,6 +243,7 @@ def table(slice_: chips.Slice, rows: list[dict]) -> str:
 def command(planner: plan.Planner, cfg: Any, options: dict[str, Any]) -> str:
     """The user's own command line with these options, without those of a plan and --device: it is for a TPU."""
     changed = {name: value for name, value in options.items() if value != getattr(cfg, name)}
+    script = ['bash', 'launch.sh', sys.argv[0]] if os.path.exists('launch.sh') else ['python', sys.argv[0]]
     try:
         if runtime.mesh_shape(cfg.mesh, planner.slice.n_chips) == tuple(map(int, options['mesh'].split(','))):
             changed.pop('mesh', None)  # written otherwise, with a -1
@@ -231,7 +251,7 @@ def command(planner: plan.Planner, cfg: Any, options: dict[str, Any]) -> str:
         pass  # the user's mesh is for another slice
     kinds = get_type_hints(type(cfg)) | get_type_hints(plan.Options)
     drop = {f.name for f in dataclasses.fields(plan.Options)} | {'device'} | changed.keys()
-    args, words = sys.argv[1:], ['python', sys.argv[0]]
+    args, words = sys.argv[1:], script
     while args:  # as config.parse reads them
         taken = [args.pop(0)]
         name, equals, _ = taken[0].removeprefix('--').partition('=')
@@ -247,13 +267,16 @@ def command(planner: plan.Planner, cfg: Any, options: dict[str, Any]) -> str:
 def advice(planner: plan.Planner, cfg: Any, vary: dict[str, list], found: dict, budget_s: float) -> str:
     """The first change with which it fits: more rematerialization, smaller micro-batches, both, or these with weights
     spread over all chips."""
-    trials, mine = Trials(planner, cfg, vary, budget_s), tuple(found['mesh'].values())
-    level = trials.remats.index(cfg.remat) if trials.remats else 0
-    trials.learn(Variant(mine, cfg.accumulate, level), found)
+    trials = Trials(planner, cfg, vary, budget_s)
+    (mine, _, level), = trials.asked
+    trials.learn(trials.asked[0], found)
+    (_, program, room), = trials.misfits
+    far = 0 < 2 * room < program  # then the strongest first: each attempt takes minutes
     todo = []
     for mesh in dict.fromkeys((mine, meshes(planner.slice)[0])):
-        todo += [Variant(mesh, cfg.accumulate, n) for n in trials.levels[level + (mesh == mine):]]
-        todo += [Variant(mesh, n, at) for at in dict.fromkeys((level, trials.levels[-1]))
+        levels = list(trials.levels[level + (mesh == mine):])
+        todo += [Variant(mesh, cfg.accumulate, n) for n in (levels[-1:] if far else levels)]
+        todo += [Variant(mesh, n, at) for at in dict.fromkeys((trials.levels[-1],) if far else (level, trials.levels[-1]))
                  for n in micro_batches(cfg, mesh, 2 * cfg.accumulate)]
     say('\nlooking for what makes it fit; Ctrl-C ends this')
     try:
@@ -268,7 +291,8 @@ def advice(planner: plan.Planner, cfg: Any, vary: dict[str, list], found: dict, 
     except KeyboardInterrupt:
         pass
     near = min((row for row in trials.rows if 'figures' in row), key=rank, default=None)
-    return (f'\nNone of {len(trials.rows)} changes that were tried makes it fit' + (
+    n = len(trials.rows)
+    return (f'\nTried {n} change{"s" * (n != 1)}: nothing makes it fit' + (
         f', {len(todo)} are untried' if todo else '') + (
         f'. The closest: {as_words(near["options"])} {verdict(near["figures"])}' if near else '') + f'. {alone(trials)}')
 
@@ -277,6 +301,5 @@ def alone(trials: Trials) -> str:
     """What weights and optimizer state take by themselves, on the mesh where they take least."""
     mesh, held = min(trials.held.items(), key=lambda item: item[1])
     n = math.ceil(held * mesh[1] * mesh[2] / (trials.limit - trials.reserved))
-    more = ': more chips are needed' if held + trials.reserved > trials.limit else ''
-    return (f'Weights and optimizer alone take {gib(held)} of a chip\'s {gib(trials.limit)}, in all the '
-            f'memory of {n} chip{"s" * (n > 1)}{more}')
+    more = f': they need {n} chips at least' if held + trials.reserved > trials.limit else ''
+    return f'Weights and optimizer alone take {gib(held)} of a chip\'s {gib(trials.limit)}{more}'
