@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -551,7 +551,7 @@ def main(argv: list[str] | None = None):
                                      ('out', 'data', 'init_from', 'export'), plan.Options)
         check(cfg)
         if plan.asked(planning):
-            return plan.run(planning, with_vocabulary(cfg), step_to_plan, dict(remat=list(REMAT)))
+            return plan.run(planning, cfg, step_to_plan, dict(remat=list(REMAT)))
         if cfg.export:
             return export(cfg)
         cfg = find_data(cfg)
@@ -777,6 +777,7 @@ def step_to_plan(cfg: Config, mesh, device) -> plan.Step:
     """What --plan compiles: the step that a run makes, on weights that hold nothing."""
     import torch_xla.distributed.spmd as xs
     check(cfg)  # once more: --search varies what was checked
+    cfg = replace(cfg, vocab_size=cfg.vocab_size or vocabulary_to_plan(cfg.data))
     check_mesh(cfg, mesh)
     model, state = build(cfg, mesh, device)
     batch = {name: torch.zeros((cfg.global_batch, cfg.seq_len), dtype=torch.int32, device=device)
@@ -790,16 +791,14 @@ def step_to_plan(cfg: Config, mesh, device) -> plan.Step:
                     flops_per_token(cfg) * tokens, FLOPS_RULE)
 
 
-def with_vocabulary(cfg: Config) -> Config:
-    """For a plan, which needs no data: the vocabulary of those that are there, else GPT-2's."""
-    if cfg.vocab_size:
-        return cfg
-    size, whose = 50257, f'GPT-2\'s, since {cfg.data} is not there'
-    if os.path.exists(os.path.join(cfg.data, 'manifest.json')):
-        size, whose = shards.load_manifest(cfg.data)['vocab_size'], f'that of {cfg.data}'
+@cache
+def vocabulary_to_plan(data: str) -> int:
+    """A plan needs no data: the size of the vocabulary of those that are there, else of GPT-2's."""
+    size, whose = 50257, f'GPT-2\'s, since {data} is not there'
+    if os.path.exists(os.path.join(data, 'manifest.json')):
+        size, whose = shards.load_manifest(data)['vocab_size'], f'that of {data}'
     say(f'vocabulary of {size:,}, {whose} (--vocab_size for another)')
-    return replace(cfg, vocab_size=size)
-
+    return size
 
 
 def export(cfg: Config):
