@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from nano import UserError, checkpoint, config, hf, plan, resume, runtime, say, shards, splash
+from nano.loader import Loader, eval_batches
 from nano.tokenizer import load_tokenizer
 from nano.track import Meter, Tracker
 
@@ -490,8 +491,8 @@ def evaluate(cfg: Config, model: GPT, windows: shards.Windows, rows: np.ndarray,
     import torch_xla
     model.eval()
     sums = []
-    for ids_BT, targets_BT in shards.eval_batches(windows, cfg.eval_windows, cfg.global_batch // cfg.accumulate, rows,
-                                                  to_device):
+    for ids_BT, targets_BT in eval_batches(windows, cfg.eval_windows, cfg.global_batch // cfg.accumulate, rows,
+                                           to_device):
         if asked_to_stop():
             model.train()
             return None
@@ -705,8 +706,8 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
 
     watch = runtime.CompileWatch(cfg.strict, say)
     with (checkpoint.Saver(folder.ckpt, cfg.keep, cfg.keep_every, say, save_group, folder.push) as saver,
-          shards.Loader(train, cfg.global_batch, cfg.seed, meta['consumed'], rows(cfg.global_batch), to_device,
-                        give_up=lambda: rt.process_count == 1 and stop.signum > 0) as loader):
+          Loader(train, cfg.global_batch, cfg.seed, meta['consumed'], rows(cfg.global_batch), to_device,
+                 give_up=lambda: rt.process_count == 1 and stop.signum > 0) as loader):
         say('compiling evaluation and sampling ...')
         owed = not evaluate_and_sample(start_step, record=meta['owed'])
         if start.goes_on and rt.main and meta['owed'] and not owed:

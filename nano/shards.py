@@ -1,4 +1,4 @@
-"""Token shards: writing them, checking them, and reading them in a shuffled order that is computed, not stored.
+"""Token shards: writing them, checking them, and reading windows of them.
 
 A corpus is a folder of llm.c / modded-nanogpt shards (https://github.com/karpathy/llm.c/tree/master/dev/data) and a
 manifest.json that is written last, so that its presence means complete:
@@ -13,9 +13,7 @@ Shards that other tools wrote train as they are, after one command that derives 
     python data/manifest.py FOLDER [--separator ID] [--vocab_size N] [--tokenizer FILE]
 
 The shards of a split are one stream of N tokens, cut into ceil((N - 1) / T) windows: window w reads tokens
-[w*T, w*T + T) and predicts [w*T + 1, w*T + T + 1), so each token but the first is predicted exactly once. Position p of
-a run is window window_at(p): a new permutation of all windows each epoch, a pure function of (seed, p). One integer,
-the windows consumed, is therefore the whole state of the loader, on any number of hosts and for any batch size.
+[w*T, w*T + T) and predicts [w*T + 1, w*T + T + 1), so each token but the first is predicted exactly once.
 """
 import concurrent.futures
 import contextlib
@@ -23,11 +21,8 @@ import hashlib
 import json
 import mmap
 import os
-import queue
-import threading
 import time
-import weakref
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import numpy as np
 
@@ -361,6 +356,10 @@ class Windows:
         y[indices == len(self) - 1, self.n_tokens - 1 - (len(self) - 1) * T:] = IGNORE
         return x, y
 
+    def blank(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """x and y int32 [n, T] that count for nothing."""
+        return np.zeros((n, self.seq_len), np.int32), np.full((n, self.seq_len), IGNORE, np.int32)
+
     def _refuse_id(self, firsts: np.ndarray, tokens: np.ndarray):
         row, column = np.argwhere(tokens >= self.vocab_size)[0]
         at = firsts[row] + column
@@ -389,162 +388,3 @@ class Windows:
             return np.frombuffer(mapped, self._dtype, n, HEADER_BYTES)
         except (OSError, ValueError) as e:
             raise DataError(f'{self.paths[shard]}: removed or cut while in use ({e})') from e
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 (https://prng.di.unimi.it/splitmix64.c) on uint64 [n], arithmetic modulo 2**64."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-def window_at(position: np.ndarray, n_windows: int, seed: int) -> np.ndarray:
-    """Positions int64 [n] of a run -> windows int64 [n]: epoch `position // n_windows` visits each window once.
-
-    A Feistel network keyed by (seed, epoch) permutes the numbers below the next power of two, at most twice too many;
-    walking its cycle until the number is below n_windows makes it a permutation of exactly those (Black and Rogaway,
-    https://web.cs.ucdavis.edu/~rogaway/papers/subset.pdf)."""
-    position = np.asarray(position, np.int64)
-    if n_windows < 1 or (position < 0).any():
-        raise ValueError(f'n_windows {n_windows} must be at least 1 and positions at least 0')
-    epoch, x = (a.astype(np.uint64) for a in np.divmod(position, n_windows))
-    key = _mix(_mix(np.array([int(seed) % 2**64], np.uint64)) + epoch)
-    bits = (n_windows - 1).bit_length()
-    low_bits = bits // 2
-    low_mask, high_mask = (1 << low_bits) - 1, (1 << bits - low_bits) - 1
-    out = np.empty(len(position), np.int64)
-    todo = np.arange(len(position))
-    while len(todo):
-        low, high = x & low_mask, x >> low_bits
-        for r in range(0, 8, 2):  # 8 rounds; Luby and Rackoff need 4. Round keys are splitmix64's sequence from `key`.
-            high ^= _mix(low + (key + r * 0x9E3779B97F4A7C15 % 2**64)) & high_mask
-            low ^= _mix(high + (key + (r + 1) * 0x9E3779B97F4A7C15 % 2**64)) & low_mask
-        x = high << low_bits | low
-        out[todo] = x
-        outside = x >= n_windows
-        todo, x, key = todo[outside], x[outside], key[outside]
-    return out
-
-
-def _global_batch(windows: Windows, indices: np.ndarray, global_batch: int, rows: np.ndarray | None):
-    """x, y int32 [global_batch, T]: row r is window indices[r]; rows past the end or not in `rows` are 0 / IGNORE."""
-    if rows is None and len(indices) == global_batch:
-        return windows.read(indices)
-    rows = np.arange(len(indices)) if rows is None else rows[rows < len(indices)]
-    x = np.zeros((global_batch, windows.seq_len), np.int32)
-    y = np.full((global_batch, windows.seq_len), IGNORE, np.int32)
-    x[rows], y[rows] = windows.read(indices[rows])
-    return x, y
-
-
-def _check_rows(global_batch: int, rows: np.ndarray | None) -> np.ndarray | None:
-    if global_batch < 1:
-        raise ValueError(f'global_batch {global_batch} must be at least 1')
-    if rows is None:
-        return None
-    rows = np.asarray(rows, np.int64)
-    if len(np.unique(rows)) != len(rows) or not ((0 <= rows) & (rows < global_batch)).all():
-        raise ValueError(f'rows must be distinct and within the global batch of {global_batch}')
-    return rows
-
-
-class Loader:
-    """Endless batches, prefetched by a thread: batch k is the windows at positions start + k * global_batch + [0, B).
-
-    rows: which rows of the global batch this host's devices need (None: all). A batch is to_device(x, y), x and y int32
-    [B, T] of full size: torch_xla takes the global array from each host and sends only the shards of its own devices.
-    The other rows are never read and stay 0 / IGNORE. Up to prefetch + 1 batches exist besides those handed out.
-    What fails in the thread is raised by the next()s after the batches before it; where data do not come, next() ends
-    the iteration as soon as `give_up()` is true. Close it, or use it in `with`."""
-
-    def __init__(self, windows: Windows, global_batch: int, seed: int, start: int = 0, rows: np.ndarray | None = None,
-                 to_device: Callable = lambda x, y: (x, y), prefetch: int = 2,
-                 give_up: Callable[[], bool] = lambda: False):
-        rows = _check_rows(global_batch, rows)
-        if start < 0 or prefetch < 1:
-            raise ValueError(f'start {start} must be at least 0 and prefetch {prefetch} at least 1')
-        self.position, self.global_batch = start, global_batch  # windows consumed by the batches handed out so far
-        self.wait_s = 0.0  # seconds that the last next() waited for data
-        self._give_up = give_up
-        self._queue, self._stop, self._error = queue.Queue(prefetch), threading.Event(), None
-        # The thread must not hold the loader itself: one that is dropped without close() could then never end.
-        self._thread = threading.Thread(target=_produce, daemon=True, name='loader', args=(
-            self._queue, self._stop, windows, global_batch, seed, start, rows, to_device))
-        weakref.finalize(self, self._stop.set)
-        self._thread.start()
-
-    def __iter__(self) -> 'Loader':
-        return self
-
-    def __next__(self) -> Any:
-        began = time.perf_counter()
-        while not (self._error or self._stop.is_set()):
-            try:
-                batch, self._error = self._queue.get(timeout=0.5)
-            except queue.Empty:
-                if self._give_up():
-                    break
-                continue
-            if self._error is None:
-                self.wait_s = time.perf_counter() - began
-                self.position += self.global_batch
-                return batch
-        raise self._error or StopIteration
-
-    def close(self):
-        """Ends the thread, after at most the batch at hand; does not wait for one that takes longer than 5 s."""
-        self._stop.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=5)
-        with contextlib.suppress(queue.Empty):
-            while True:  # the memory of the batches that nobody will ask for
-                self._queue.get_nowait()
-
-    def __enter__(self) -> 'Loader':
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-
-def _produce(out, stop, windows, global_batch, seed, position, rows, to_device):
-    ahead = -(-4096 // global_batch)  # batches whose order is computed at once: it costs 0.3 ms, were it for one window
-    while not stop.is_set():
-        try:
-            order = window_at(position + np.arange(ahead * global_batch, dtype=np.int64), len(windows), seed)
-            for indices in order.reshape(ahead, global_batch):
-                if not _put(out, stop, (to_device(*_global_batch(windows, indices, global_batch, rows)), None)):
-                    return
-        except BaseException as e:  # raised in __next__
-            _put(out, stop, (None, e))
-            return
-        position += len(order)
-
-
-def _put(out, stop, item) -> bool:
-    """Waits for room in the queue; False when the loader was closed meanwhile."""
-    while not stop.is_set():
-        try:
-            out.put(item, timeout=0.1)
-            return True
-        except queue.Full:
-            pass
-    return False
-
-
-def eval_windows(n_windows: int, n: int) -> np.ndarray:
-    """The fixed windows of an evaluation, int64: all when n is 0 or at least n_windows, else n evenly spread ones."""
-    if n < 0:
-        raise ValueError(f'{n} windows to evaluate')
-    n = n if 0 < n < n_windows else n_windows
-    return np.arange(n, dtype=np.int64) * n_windows // n
-
-
-def eval_batches(windows: Windows, n: int, global_batch: int, rows: np.ndarray | None = None,
-                 to_device: Callable = lambda x, y: (x, y)) -> Iterator[Any]:
-    """Each window of eval_windows(len(windows), n) once, as batches like the Loader's; the last is padded with rows of
-    x = 0, y = IGNORE, so every host sees the same number of batches of one shape."""
-    rows = _check_rows(global_batch, rows)
-    chosen = eval_windows(len(windows), n)
-    for i in range(0, len(chosen), global_batch):
-        yield to_device(*_global_batch(windows, chosen[i:i + global_batch], global_batch, rows))

@@ -9,6 +9,7 @@ import torch
 
 import train_gpt
 from nano import UserError, checkpoint, hf, runtime
+from nano.loader import eval_batches
 from test_gpt import close, whole
 from test_runs import OPTIONS, data, metrics, run, stored  # noqa: F401, data is a fixture
 
@@ -290,7 +291,7 @@ def test_a_run_from_a_folder_and_its_export(data, tmp_path, monkeypatch):  # noq
     assert code == 0 and f'starts from the weights of {folder}' in stdout, stderr
     windows = shards.Windows(str(data), 'val', 32)
     nats = []
-    for ids, targets in shards.eval_batches(windows, 0, 8, None, lambda *a: [torch.from_numpy(x).long() for x in a]):
+    for ids, targets in eval_batches(windows, 0, 8, None, lambda *a: [torch.from_numpy(x).long() for x in a]):
         with torch.no_grad():
             nats.append(torch.nn.functional.cross_entropy(theirs(ids).logits.transpose(1, 2), targets, ignore_index=-1,
                                                           reduction='none')[targets != -1])

@@ -16,8 +16,8 @@ import pytest
 
 from data.manifest import derive, split_of
 from nano import shards
-from nano.shards import (IGNORE, DataError, Loader, ShardWriter, Windows, eval_batches, eval_windows, load_manifest,
-                         read_header, verify, window_at, write_manifest)
+from nano.loader import Loader, eval_batches, eval_examples, example_at
+from nano.shards import IGNORE, DataError, ShardWriter, Windows, load_manifest, read_header, verify, write_manifest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -59,33 +59,33 @@ def resident_file_mb():
 
 # The order
 
-def test_window_at_is_a_permutation_for_every_small_n():
+def test_example_at_is_a_permutation_for_every_small_n():
     for n in range(1, 301):
         for epoch in (0, 1, 2**20):
-            got = window_at(np.arange(n) + epoch * n, n, seed=5)
+            got = example_at(np.arange(n) + epoch * n, n, seed=5)
             assert got.dtype == np.int64 and sorted(got.tolist()) == list(range(n)), (n, epoch)
 
 
-def test_window_at_is_a_permutation_for_large_n(seed):
+def test_example_at_is_a_permutation_for_large_n(seed):
     rng = random.Random(seed)
     for n in (2**16, 2**16 + 1, rng.randrange(300, 10**6), rng.randrange(300, 10**6)):
-        assert (np.sort(window_at(np.arange(n) + 3 * n, n, seed)) == np.arange(n)).all(), n
+        assert (np.sort(example_at(np.arange(n) + 3 * n, n, seed)) == np.arange(n)).all(), n
     for n in (2**31 - 1, 2**31 + 1, 2**40, rng.randrange(2**31, 2**44)):
         position = np.unique([rng.randrange(n) for _ in range(20000)]) + 7 * n
-        got = window_at(position, n, seed)
+        got = example_at(position, n, seed)
         assert got.min() >= 0 and got.max() < n and len(np.unique(got)) == len(position), n
         assert abs(got.mean() / n - 0.5) < 0.02, n
 
 
-def test_window_at_depends_on_each_position_alone(seed):
+def test_example_at_depends_on_each_position_alone(seed):
     position = np.random.default_rng(seed).integers(0, 10**6, 1000)  # several epochs, in any order, with repeats
-    together = window_at(position, 997, seed)
-    assert together.tolist() == [int(window_at(np.array([p]), 997, seed)[0]) for p in position]
-    assert len(window_at(np.arange(0), 5, seed)) == 0
+    together = example_at(position, 997, seed)
+    assert together.tolist() == [int(example_at(np.array([p]), 997, seed)[0]) for p in position]
+    assert len(example_at(np.arange(0), 5, seed)) == 0
 
 
 def one_window(position, n, seed):
-    """window_at on Python integers, from its description."""
+    """example_at on Python integers, from its description."""
     M = 2**64 - 1
 
     def mix(z):
@@ -110,37 +110,37 @@ def one_window(position, n, seed):
             return x
 
 
-def test_window_at_is_the_order_that_checkpoints_rely_on(seed):
+def test_example_at_is_the_order_that_checkpoints_rely_on(seed):
     """Another order would make a resumed run repeat and skip windows, so it is written down twice, and once as data."""
     rng = random.Random(seed)
     for _ in range(300):
         n, s = rng.choice([1, 2, 3, rng.randrange(1, 50), rng.randrange(1, 2**40)]), rng.randrange(-2**63, 2**64)
         position = rng.randrange(rng.choice([n, 5 * n, 2**62]))
-        assert window_at(np.array([position]), n, s).tolist() == [one_window(position, n, s)], (position, n, s)
-    assert window_at(np.arange(12), 12, 0).tolist() == [1, 9, 8, 5, 6, 0, 11, 10, 2, 4, 3, 7]
+        assert example_at(np.array([position]), n, s).tolist() == [one_window(position, n, s)], (position, n, s)
+    assert example_at(np.arange(12), 12, 0).tolist() == [1, 9, 8, 5, 6, 0, 11, 10, 2, 4, 3, 7]
 
 
-def test_window_at_mixes():
+def test_example_at_mixes():
     n, epochs = 1000, 200
-    orders = window_at(np.arange(n * epochs), n, 1).reshape(epochs, n)
+    orders = example_at(np.arange(n * epochs), n, 1).reshape(epochs, n)
     assert len(np.unique(orders[:, 0])) > 0.8 * epochs * (1 - epochs / n / 2)  # the first window differs by epoch
-    for a, b in ((orders[0], orders[1]), (orders[0], window_at(np.arange(n), n, 2)), (orders[0], np.arange(n))):
+    for a, b in ((orders[0], orders[1]), (orders[0], example_at(np.arange(n), n, 2)), (orders[0], np.arange(n))):
         assert abs(np.corrcoef(a, b)[0, 1]) < 0.15  # 5 standard deviations
         assert (a == b).sum() < 10  # 1 is expected
     steps = np.diff(orders, axis=1) % n  # neighbours are not followed by neighbours
     assert (steps == 1).mean() < 3 / n
     # Each place gets each window equally often: chi-square of 6 windows over 6 places, 25 degrees of freedom.
-    small = window_at(np.arange(6 * 6000), 6, 3).reshape(6000, 6)
+    small = example_at(np.arange(6 * 6000), 6, 3).reshape(6000, 6)
     counts = np.array([[(small[:, place] == w).sum() for w in range(6)] for place in range(6)])
     assert ((counts - 1000) ** 2 / 1000).sum() < 70
     # All 24 orders of 4 windows occur.
-    assert len({tuple(o) for o in window_at(np.arange(4 * 2000), 4, 0).reshape(-1, 4).tolist()}) == 24
+    assert len({tuple(o) for o in example_at(np.arange(4 * 2000), 4, 0).reshape(-1, 4).tolist()}) == 24
 
 
-def test_window_at_refuses_nonsense():
+def test_example_at_refuses_nonsense():
     for position, n in (([0], 0), ([-1], 5)):
         with pytest.raises(ValueError):
-            window_at(np.array(position), n, 0)
+            example_at(np.array(position), n, 0)
 
 
 # Windows and the loader against plain lists
@@ -200,7 +200,7 @@ def test_a_long_run_over_several_epochs(tmp_path):
     windows = Windows(corpus(tmp_path, 1234, train=tokens), 'train', 1)
     with Loader(windows, 701, seed=3, start=17) as loader:
         served = np.concatenate([next(loader)[0][:, 0] for _ in range(25)])
-    assert served.tolist() == window_at(np.arange(17, 17 + len(served)), 5000, 3).tolist()
+    assert served.tolist() == example_at(np.arange(17, 17 + len(served)), 5000, 3).tolist()
     assert np.sort(served[5000 - 17:10000 - 17]).tolist() == list(range(5000))
 
 
@@ -212,7 +212,7 @@ def test_evaluation_is_the_same_set_for_any_batch_and_hosts(tmp_path, seed, case
     windows = Windows(corpus(tmp_path, rng.randrange(1, 200), val=tokens), 'val', T)
     expected = windows_of(tokens, T)
     for n in (0, 1, rng.randrange(1, 60)):
-        chosen = eval_windows(len(windows), n).tolist()
+        chosen = eval_examples(len(windows), n).tolist()
         assert len(chosen) == len(set(chosen)) == (min(n, len(expected)) or len(expected)) and chosen == sorted(chosen)
         for B, hosts in ((1, 1), (rng.randrange(1, 9), 1), (8, 4), (64, 3)):
             got, n_batches = [], set()
@@ -228,12 +228,12 @@ def test_evaluation_is_the_same_set_for_any_batch_and_hosts(tmp_path, seed, case
 
 
 def test_eval_windows_are_spread():
-    assert eval_windows(10, 5).tolist() == [0, 2, 4, 6, 8]
-    assert eval_windows(10, 0).tolist() == eval_windows(10, 11).tolist() == list(range(10))
-    assert eval_windows(2**33, 2).tolist() == [0, 2**32]
-    assert set(np.diff(eval_windows(299, 100))) == {2, 3} and eval_windows(299, 100)[-1] == 296
+    assert eval_examples(10, 5).tolist() == [0, 2, 4, 6, 8]
+    assert eval_examples(10, 0).tolist() == eval_examples(10, 11).tolist() == list(range(10))
+    assert eval_examples(2**33, 2).tolist() == [0, 2**32]
+    assert set(np.diff(eval_examples(299, 100))) == {2, 3} and eval_examples(299, 100)[-1] == 296
     with pytest.raises(ValueError):
-        eval_windows(10, -1)
+        eval_examples(10, -1)
 
 
 def test_offsets_are_64_bit(tmp_path):
@@ -284,7 +284,7 @@ def test_resident_memory_is_bounded(tmp_path, monkeypatch):
     windows.read([0])
     bound, before, peak = shards.RESIDENT_BYTES / 2**20, resident_file_mb(), 0.0
     for i in range(0, 20000, 20):
-        windows.read(window_at(np.arange(i, i + 20), len(windows), 0))
+        windows.read(example_at(np.arange(i, i + 20), len(windows), 0))
         peak = max(peak, resident_file_mb() - before)
     kept = np.memmap(path, np.uint16, 'r', 1024)  # what a map that stays open takes: this is what was measured
     before = resident_file_mb()
@@ -437,7 +437,7 @@ def test_loader_refuses_nonsense(tmp_path):
 
 def test_ctrl_c_interrupts_a_wait_and_the_process_ends(tmp_path):
     folder = corpus(tmp_path, train=list(range(100)))
-    code = ('import sys, time; from nano.shards import *\n'
+    code = ('import sys, time; from nano.loader import *; from nano.shards import *\n'
             'loader = Loader(Windows(sys.argv[1], "train", 4), 2, 0, to_device=lambda x, y: time.sleep(100))\n'
             'print("waiting", flush=True)\n'
             'next(loader)\n')

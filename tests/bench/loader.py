@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from nano.shards import HEADER_BYTES, Loader, ShardWriter, Windows, window_at, write_manifest  # noqa: E402
+from nano.loader import Loader, example_at  # noqa: E402
+from nano.shards import HEADER_BYTES, ShardWriter, Windows, write_manifest  # noqa: E402
 
 N_TOKENS, VOCAB = 100_000_000, 50257  # 200 MB of uint16
 
@@ -73,7 +74,7 @@ def main():
         windows = Windows(folder, 'train', 1024)
         peak = 0.0
         for i in range(0, len(windows), 256):
-            windows.read(window_at(np.arange(i, min(i + 256, len(windows))), len(windows), 0))
+            windows.read(example_at(np.arange(i, min(i + 256, len(windows))), len(windows), 0))
             peak = max(peak, resident_mb() - before)
         size = os.path.getsize(path) / 2**20
         print(f'an epoch of a file of {size:.0f} MB: at most {peak:.0f} MB of it resident; ', end='')
@@ -83,8 +84,8 @@ def main():
         print(f'one np.memmap kept open: {resident_mb() - before:.0f} MB')
         began = time.perf_counter()
         for i in range(50):
-            window_at(np.arange(1000) + i * 1000, 10**9, 0)
-        print(f'window_at: {(time.perf_counter() - began) / 50 * 1e3:.2f} ms for 1,000 positions')
+            example_at(np.arange(1000) + i * 1000, 10**9, 0)
+        print(f'example_at: {(time.perf_counter() - began) / 50 * 1e3:.2f} ms for 1,000 positions')
 
 
 if __name__ == '__main__':
