@@ -276,11 +276,11 @@ def test_a_failed_install_says_so_and_is_begun_anew(machine):
 
 @pytest.mark.parametrize('sign', [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_install_is_begun_anew(machine, sign):
-    machine.python('python3.12', '3.12', pip_s=30)
+    machine.python('python3.12', '3.12', pip_s=90)
     child = machine.start()
     assert child.stdout.readline() == 'pip runs\n'
     os.killpg(child.pid, sign)  # Ctrl-C, or a preempted machine
-    child.communicate(timeout=10)
+    child.communicate(timeout=60)
     assert child.returncode != 0
     assert machine.did() == ONCE[:2]
     machine.python('python3.12', '3.12')
@@ -294,7 +294,7 @@ def test_two_launches_at_once_install_once(machine):
     assert first.stdout.readline() == 'pip runs\n'
     second = machine.run()
     assert second.returncode == 0 and 'waiting for another launch' in second.err
-    assert first.communicate(timeout=10)[0].startswith('[[') and first.returncode == 0
+    assert first.communicate(timeout=60)[0].startswith('[[') and first.returncode == 0
     assert machine.did() == ONCE
 
 
@@ -308,7 +308,7 @@ def test_a_running_script_holds_no_lock(machine):
         assert 'waiting' not in machine.run().err
     finally:
         child.terminate()  # exec: the script has launch.sh's own process id
-    child.communicate(timeout=10)
+    child.communicate(timeout=60)
     assert child.returncode == -signal.SIGTERM
 
 

@@ -220,7 +220,7 @@ def test_how_a_signal_ends_the_process(signum, how):
         time.sleep(0.2)
         assert process.poll() is None
         process.send_signal(signum)
-    assert process.wait(10) == 128 + signum and process.stderr.read() == ''
+    assert process.wait(40) == 128 + signum and process.stderr.read() == ''
 
 
 def test_a_terminal_that_closes():
@@ -240,7 +240,7 @@ def test_a_terminal_that_closes():
             time.sleep(0.2)
             assert process.poll() is None
             process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 143
+        assert process.wait(40) == 143
 
 
 def test_what_may_change_when_a_run_goes_on(whole, data, corpus, tmp_path):
