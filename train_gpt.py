@@ -11,7 +11,6 @@ Letters in names are dimensions: B sequences, T positions, S positions attended 
 V vocabulary, L layers, H query heads, K key/value heads, G = H / K query heads for each of these, C size of a head,
 X = H * C, Y = K * C, Q queries in a block, R = G * Q rows.
 """
-import contextlib
 import math
 import os
 import shutil
@@ -29,8 +28,8 @@ import torch.nn.functional as F
 
 from nano import UserError, checkpoint, config, hf, plan, resume, runtime, say, shards, splash
 from nano.loader import Loader, eval_batches
+from nano.run import Run
 from nano.tokenizer import load_tokenizer
-from nano.track import Meter, Tracker
 
 
 @dataclass
@@ -546,9 +545,18 @@ def sample(cfg: Config, model: GPT, tokenizer, vocab_size: int, separator: int, 
 
 # ---- The run ----
 
+def huggingface_reader(cfg: Config, tokenizer: str | None) -> hf.Reader:
+    hf.check_tokenizer(cfg.init_from, cfg.data, tokenizer)
+    return hf.Reader(cfg.init_from, HF_NAMES, weight_shapes(cfg), cfg.vocab_size)
+
+
+HUGGINGFACE = resume.Foreign(hf.is_folder, lambda folder, o: hf.options(folder, o['seq_len']), huggingface_reader)
+
+
+
 def main(argv: list[str] | None = None):
     try:
-        cfg, planning = config.parse(Config, PRESETS, argv, __doc__, partial(resume.options_of_source, shape=SHAPE),
+        cfg, planning = config.parse(Config, PRESETS, argv, __doc__, partial(resume.options_of_source, shape=SHAPE, foreign=HUGGINGFACE),
                                      ('out', 'data', 'init_from', 'export'), plan.Options)
         check(cfg)
         if plan.asked(planning):
@@ -556,8 +564,8 @@ def main(argv: list[str] | None = None):
         if cfg.export:
             return export(cfg)
         cfg = find_data(cfg)
-        with runtime.StopSignal() as stop, contextlib.ExitStack() as until_the_end:
-            run(cfg, stop, until_the_end)
+        with runtime.StopSignal() as stop:
+            train(cfg, stop)
     except (UserError, OSError) as e:  # OSError: a folder that cannot be made or written
         print(f'error: {e}', file=sys.stderr)
         sys.exit(2)
@@ -565,7 +573,7 @@ def main(argv: list[str] | None = None):
         sys.exit(130)
 
 
-def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitStack):
+def train(cfg: Config, stop: runtime.StopSignal):
     # What can be refused is refused first: before the devices are asked for, before a compile, before the run's folder
     # is touched.
     manifest = shards.load_manifest(cfg.data)
@@ -573,203 +581,100 @@ def run(cfg: Config, stop: runtime.StopSignal, until_the_end: contextlib.ExitSta
     if cfg.vocab_size < manifest['vocab_size']:
         raise UserError(f'--vocab_size {cfg.vocab_size}: {cfg.data} has token ids up to {manifest["vocab_size"] - 1}')
     tokenizer_file = manifest['tokenizer'] and os.path.join(cfg.data, manifest['tokenizer']['file'])
-    folder = resume.Folder(cfg.out)
-    start = resume.find(cfg, manifest, SHAPE, MAY_DIFFER,
-                        lambda: hf.Reader(cfg.init_from, HF_NAMES, weight_shapes(cfg), cfg.vocab_size))
-    meta = start.meta
-    start_step, end = meta['step'], min(cfg.stop_at or cfg.steps, cfg.steps)
-    if start_step >= end and not meta['owed']:
-        print(f'{cfg.out} is complete: step {start_step} of {end}. More: a larger --steps or --stop_at; anew: another '
-              f'--out')
+    data = dict(data=shards.fingerprint(manifest), separator=manifest['separator'],
+                tokenizer=manifest['tokenizer'] and manifest['tokenizer']['sha256'])
+    start = resume.find(cfg, data, SHAPE, MAY_DIFFER, HUGGINGFACE)
+    if start.complete(cfg):
         return
 
     rt = runtime.start(cfg.device)
     import torch_xla
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.spmd as xs
-
-    stop.group = checkpoint.process_group(rt.process_count)
-    save_group = checkpoint.process_group(rt.process_count)  # another one: it is used by the thread that writes
-    checkpoint.check_shared(folder.out, save_group, start.path)
-    until_the_end.enter_context(folder.held(rt.main, start.path if start.goes_on else None))
     mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
     row_shards = check_mesh(cfg, mesh)
-
-    track = Tracker(folder.local, cfg.steps, start_step, rt.main, asdict(cfg), cfg.wandb, rt.process_index,
-                    meta['owed'])
-    say = track.print
-    if rt.main:
-        config.save_config(cfg, folder.local / 'config.json')
-    splits = {s['split'] for s in manifest['shards'] if s['tokens'] > 1}
-    shards.verify(cfg.data, manifest, sorted(splits & {'train', 'val'}), say)
-    if rt.main and tokenizer_file:  # for --export
-        shutil.copy(tokenizer_file, folder.local / ('tokenizer' + Path(tokenizer_file).suffix))
-    train = shards.Windows(cfg.data, 'train', cfg.seq_len, cfg.vocab_size)
-    val = shards.Windows(cfg.data, 'val', cfg.seq_len, cfg.vocab_size) if 'val' in splits else None
-    tokenizer = None
-    if cfg.sample_tokens and tokenizer_file and manifest['separator'] is not None:
-        tokenizer = load_tokenizer(tokenizer_file)
-        if any(i >= cfg.vocab_size for i in tokenizer.encode(cfg.prompt)):
-            raise UserError(f'--prompt {cfg.prompt}: its token ids go beyond the vocabulary of {cfg.vocab_size}')
-
-    checkpoint.meet(stop.group)  # a host that has refused something is not waited for on the devices
-    device = torch_xla.device()
-    model, state = build(cfg, mesh, device)
-    torch_xla.sync()
-    check_model(cfg, model, state, mesh, say)
-    weights = dict(model.named_parameters())
-    folder.check_space(sum(t.numel() * t.element_size() for t in (weights | state).values()))
-    if start.path:
-        say(start.load(weights, state))
-    checkpoint.meet(stop.group)
-    torch_xla.sync()  # what was loaded is on the devices before the first graph that reads it
-
-    n_weights = sum(w.numel() for w in weights.values())
     tokens_per_step = cfg.global_batch * cfg.seq_len
-    say(f'{n_weights / 1e6:.1f}M parameters on a mesh (data, fsdp, tensor) = {mesh.mesh_shape}; {tokens_per_step:,} '
-        f'tokens a step: {cfg.global_batch} sequences = {row_shards} (data x fsdp) x {cfg.accumulate} (micro-batches) '
-        f'x {cfg.global_batch // row_shards // cfg.accumulate}; {cfg.steps:,} steps are '
-        f'{cfg.steps * tokens_per_step / train.n_tokens:.2f} epochs of {train.n_tokens:,} tokens')
-    if cfg.warmup >= cfg.steps:
-        say(f'the warm-up of {cfg.warmup} steps is longer than the run: the learning rate never reaches {cfg.lr}')
-    if val is None:
-        say(f'{cfg.data} has no validation tokens: nothing is evaluated')
-    every = cfg.save_every or end
-    say(f'next checkpoint after step {min((start_step // every + 1) * every, end)}')
+    with Run(cfg, rt, mesh, start, stop, data, 'tokens', tokens_per_step, flops_per_token(cfg) * tokens_per_step) as run:
+        splits = {s['split'] for s in manifest['shards'] if s['tokens'] > 1}
+        shards.verify(cfg.data, manifest, sorted(splits & {'train', 'val'}), run.say)
+        if rt.main and tokenizer_file:  # for --export
+            shutil.copy(tokenizer_file, run.folder.local / ('tokenizer' + Path(tokenizer_file).suffix))
+        windows = shards.Windows(cfg.data, 'train', cfg.seq_len, cfg.vocab_size)
+        val = shards.Windows(cfg.data, 'val', cfg.seq_len, cfg.vocab_size) if 'val' in splits else None
+        tokenizer = None
+        if cfg.sample_tokens and tokenizer_file and manifest['separator'] is not None:
+            tokenizer = load_tokenizer(tokenizer_file)
+            if any(i >= cfg.vocab_size for i in tokenizer.encode(cfg.prompt)):
+                raise UserError(f'--prompt {cfg.prompt}: its token ids go beyond the vocabulary of {cfg.vocab_size}')
 
-    row_sharding = xs.ShardingSpec(mesh, (BATCH, None))
+        run.meet()
+        model, state = build(cfg, mesh, run.device)
+        torch_xla.sync()
+        check_model(cfg, model, state, mesh, run.say)
+        run.load(dict(model.named_parameters()), state)
+        run.say(f'{sum(w.numel() for w in model.parameters()) / 1e6:.1f}M parameters on a mesh (data, fsdp, tensor) = '
+                f'{mesh.mesh_shape}; {tokens_per_step:,} tokens a step: {cfg.global_batch} sequences = {row_shards} '
+                f'(data x fsdp) x {cfg.accumulate} (micro-batches) x {cfg.global_batch // row_shards // cfg.accumulate}; '
+                f'{cfg.steps:,} steps are {cfg.steps * tokens_per_step / windows.n_tokens:.2f} epochs of '
+                f'{windows.n_tokens:,} tokens')
+        if cfg.warmup >= cfg.steps:
+            run.say(f'the warm-up of {cfg.warmup} steps is longer than the run: the learning rate never reaches {cfg.lr}')
+        if val is None:
+            run.say(f'{cfg.data} has no validation tokens: nothing is evaluated')
 
-    def to_device(*arrays_BT):
-        return xm.send_cpu_data_to_device([torch.from_numpy(a) for a in arrays_BT], device, row_sharding)
+        row_sharding = xs.ShardingSpec(mesh, (BATCH, None))
 
-    def rows(batch):
-        return runtime.rows_of_host(batch, mesh, rt)
+        def to_device(*arrays_BT):
+            return xm.send_cpu_data_to_device([torch.from_numpy(a) for a in arrays_BT], run.device, row_sharding)
 
-    bytes_per_token = shards.bytes_per_token(manifest, 'val')
-    best, text = meta['best'], ''
-    began = time.perf_counter()
-    started = began - meta['wall_s']  # as if the run had never stopped
+        bytes_per_token, text = shards.bytes_per_token(manifest, 'val'), ''
 
-    def tokens_at(step: int) -> int:
-        return meta['tokens'] + (step - start_step) * tokens_per_step
+        def evaluate_and_sample(step: int, record: bool = True) -> bool:
+            """Returns False if it was stopped, and then nothing of it is on record: it is owed."""
+            nonlocal text
+            loss, new_text = None, ''
+            if val is not None:
+                loss = evaluate(cfg, model, val, run.rows(cfg.global_batch // cfg.accumulate), to_device, stop.asked)
+            if tokenizer is not None:
+                n_ids = min(cfg.vocab_size, tokenizer.vocab_size)  # a vocabulary may be padded: GPT-2's to 50,304
+                n_tokens = cfg.sample_tokens if record and step else 1
+                new_text = sample(cfg, model, tokenizer, n_ids, manifest['separator'], to_device, row_shards, n_tokens,
+                                  stop.asked)
+            if stop.asked():
+                return False
+            text = new_text if record else ''
+            if loss is not None:
+                bpb = loss / math.log(2) / bytes_per_token if bytes_per_token else None
+                if record:
+                    run.best = min(run.best, loss)
+                    run.evaluated(step, val_loss=loss, val_bpb=bpb)
+                run.say(f'step {step}: validation loss {loss:.4f}' + (f', {bpb:.4f} bits per byte' if bpb else '') +
+                        (f' (best {run.best:.4f})' if record else ' (to compile; not on record)'))
+            if record and step and text:
+                run.track.write(f'samples/step_{step:08d}.txt', text)
+            return True
 
-    def evaluate_and_sample(step: int, record: bool = True) -> bool:
-        """Returns False if it was stopped, and then nothing of it is on record: it is owed."""
-        nonlocal best, text
-        loss, new_text = None, ''
-        if val is not None:
-            loss = evaluate(cfg, model, val, rows(cfg.global_batch // cfg.accumulate), to_device, stop.asked)
-        if tokenizer is not None:
-            n_ids = min(cfg.vocab_size, tokenizer.vocab_size)  # a vocabulary may be padded: GPT-2's to 50,304
-            n_tokens = cfg.sample_tokens if record and step else 1
-            new_text = sample(cfg, model, tokenizer, n_ids, manifest['separator'], to_device, row_shards, n_tokens,
-                              stop.asked)
-        if stop.asked():
-            return False
-        text = new_text if record else ''
-        if loss is not None:
-            bpb = loss / math.log(2) / bytes_per_token if bytes_per_token else None
-            if record:
-                best = min(best, loss)
-                track.log(step, val_loss=loss, val_bpb=bpb, tokens=tokens_at(step),
-                          wall_s=time.perf_counter() - started)
-            say(f'step {step}: validation loss {loss:.4f}' + (f', {bpb:.4f} bits per byte' if bpb else '') +
-                (f' (best {best:.4f})' if record else ' (to compile; not on record)'))
-        if record and step and text:
-            track.write(f'samples/step_{step:08d}.txt', text)
-        return True
-
-    def save(step: int):
-        saver.save(step, weights | state, dict(
-            consumed=meta['consumed'] + (step - start_step) * cfg.global_batch, tokens=tokens_at(step), best=best,
-            wall_s=time.perf_counter() - started, owed=owed, separator=manifest['separator'],
-            tokenizer=manifest['tokenizer'] and manifest['tokenizer']['sha256'], data=shards.fingerprint(manifest),
-            config=asdict(cfg)))
-
-    bad_in_row = 0
-
-    def report(step: int, metrics: torch.Tensor, **more) -> bool:
-        """Reads the metrics of a step, which waits until the device has done it, and records them. Returns whether they
-        are on record."""
-        nonlocal bad_in_row
-        loss, norm, ok = metrics.cpu().tolist()
-        bad_in_row = 0 if ok else bad_in_row + 1
-        if not ok:
-            say(f'step {step}: loss {loss}, gradient norm {norm}: this update was left out ({bad_in_row} in a row)')
-        tokens_per_s = meter.rate(step) * tokens_per_step if step > start_step + 1 else math.nan  # that one compiled
-        track.progress(step, loss, tokens_per_s)
-        if logs := step % cfg.log_every == 0 or step in (start_step + 1, cfg.steps):
-            track.log(step, loss=loss, grad_norm=norm, tokens=tokens_at(step), tokens_per_s=tokens_per_s,
-                      mfu=tokens_per_s * flops_per_token(cfg) / rt.peak_flops if rt.peak_flops else None,
-                      wall_s=time.perf_counter() - started, skipped=not ok, rss_gb=runtime.rss_gb(), **more)
-        return logs
-
-    watch = runtime.CompileWatch(cfg.strict, say)
-    with (checkpoint.Saver(folder.ckpt, cfg.keep, cfg.keep_every, say, save_group, folder.push) as saver,
-          Loader(train, cfg.global_batch, cfg.seed, meta['consumed'], rows(cfg.global_batch), to_device,
-                 give_up=lambda: rt.process_count == 1 and stop.signum > 0) as loader):
-        say('compiling evaluation and sampling ...')
-        owed = not evaluate_and_sample(start_step, record=meta['owed'])
-        if start.goes_on and rt.main and meta['owed'] and not owed:
-            try:
-                checkpoint.amend(start.path, owed=False)
-            except Exception as e:  # a full disk, or what a client of an object store raises
-                say(f'warning: {start.path} still says that its evaluation is owed ({e})')
-        meter = Meter(start_step)
-        step, unread = start_step, None  # the step before, whose metrics are read while the device works on this one
-        say('compiling the training step ... (after it nothing is compiled)')
-        while step < end and not stop.asked():
-            if (batch := next(loader, None)) is None:
-                break
-            step += 1
-            ids_BT, targets_BT = batch
-            lr = lr_at(cfg, step - 1)
-            traced = time.perf_counter()
-            # The device's random numbers depend on seed and step alone: nothing in between can shift them.
-            xm.set_rng_state(runtime.seed_of(cfg.seed, step))
-            # Not a scalar: torch_xla merges equal scalars (lr and --z_loss both 1e-4) and compiles 0 and 1 in.
-            metrics = train_step(cfg, model, state, ids_BT, targets_BT, torch.tensor([lr]).to(device))
-            more = dict(lr=lr, trace_ms=(time.perf_counter() - traced) * 1e3, data_wait_s=loader.wait_s)
-            torch_xla.sync()  # here the graph ends, and the device starts on it as soon as it is free
-            more['compiles'] = watch.check(step, 'training step')
-
-            first = step == start_step + 1
-            evaluates = step == cfg.steps or bool(cfg.eval_every) and step % cfg.eval_every == 0
-            saves = bool(cfg.save_every) and step % cfg.save_every == 0
-            logged = unread[0] if unread and report(unread[0], unread[1], **unread[2]) else 0
-            unread = step, metrics, more
-            if first or evaluates or saves or bad_in_row or step == end:
-                logged = step if report(step, metrics, **more) else logged
-                unread = None
-            if logged:
-                meter.restart(logged)
-            if first:
-                watch.all_compiled()
-                stop.nothing_to_save = False
-                say(f'compiled {more["compiles"]} graphs, {time.perf_counter() - began:.0f} s after the start')
-                meter.restart(step)  # throughput leaves compiling out
-            with meter.pause():
-                if bad_in_row >= cfg.max_bad:
-                    save(step)
-                    raise UserError(f'step {step}: {bad_in_row} steps in a row without a finite loss and gradient. The '
-                                    f'weights are those before them. Look at the data, or lower --lr')
-                owed = evaluates and not evaluate_and_sample(step)
-                if saves:
-                    save(step)
-                watch.check(step, 'evaluating or saving')
-        if unread:
-            report(unread[0], unread[1], **unread[2])
-        if step > start_step:
-            save(step)  # if it is not there already
-        saver.wait()
-    track.close()
-    if saver.failed_last:
-        raise UserError(f'step {step} is not saved, see above: make room in {folder.out} and start again')
-    if step < end or owed:
-        say(f'stopped after step {step}: the same command goes on')
-        sys.exit(stop.exit_code)
-    if text:
-        say(f'\nA sample after {step} steps:\n\n{text}')
+        with Loader(windows, cfg.global_batch, cfg.seed, run.meta['consumed'], run.rows(cfg.global_batch), to_device,
+                    give_up=run.give_up) as loader:
+            run.evaluate_first(evaluate_and_sample)
+            for step, (ids_BT, targets_BT) in run.steps(loader):
+                lr = lr_at(cfg, step - 1)
+                began = time.perf_counter()
+                # The device's random numbers depend on seed and step alone: nothing in between can shift them.
+                xm.set_rng_state(runtime.seed_of(cfg.seed, step))
+                # Not a scalar: torch_xla merges equal scalars (lr and --z_loss both 1e-4) and compiles 0 and 1 in.
+                metrics = train_step(cfg, model, state, ids_BT, targets_BT, torch.tensor([lr]).to(run.device))
+                traced = time.perf_counter() - began
+                torch_xla.sync()  # here the graph ends, and the device starts on it as soon as it is free
+                run.stepped(metrics, lr=lr, trace_ms=traced * 1e3, data_wait_s=loader.wait_s)
+                with run.aside():
+                    if run.evaluates:
+                        run.owed = not evaluate_and_sample(step)
+                    if run.saves:
+                        run.save()
+        run.finish()
+        if text:
+            run.say(f'\nA sample after {run.step} steps:\n\n{text}')
 
 
 # ---- A plan, an export, and the default data ----

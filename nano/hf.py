@@ -90,16 +90,70 @@ def check_tokenizer(folder: str | Path, data: str, sha256: str | None):
                         f'(data/text.py --tokenizer {found[0]})')
 
 
-class Reader(StorageReader):
-    """A folder's weights in the form of a checkpoint, for nano.checkpoint.load: a host reads what its devices need.
+class Weights(StorageReader):
+    """Weights in the form of a checkpoint, for nano.checkpoint.load: a host reads what its devices need. `shapes`: their
+    names and shapes."""
 
-    `shapes`: the script's weights and their shapes; a table of the vocabulary may have more rows there than
-    `vocab_size`, the others become 0. Raises UserError naming every weight that either side lacks, and every other
-    shape or type.
+    def __init__(self, shapes: dict[str, tuple[int, ...]]):
+        self.shapes = shapes
+
+    def part(self, name: str, spans: tuple[slice, ...]) -> torch.Tensor:
+        """A part of a weight in float32."""
+        raise NotImplementedError
+
+    def read_data(self, plan, planner) -> Future[None]:
+        for item in plan.items:
+            spans = tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths))
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(self.part(item.storage_index.fqn, spans))
+            planner.commit_tensor(item, target)
+        done = Future()
+        done.set_result(None)
+        return done
+
+    def read_metadata(self, *_, **__) -> dcp.Metadata:
+        float32 = dcp.TensorProperties(dtype=torch.float32)
+        return dcp.Metadata({name: dcp.TensorStorageMetadata(
+            float32, torch.Size(shape), [dcp.ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))])
+            for name, shape in self.shapes.items()})
+
+    def reset(self, checkpoint_id=None):
+        pass
+
+    def set_up_storage_reader(self, metadata, is_coordinator, *_, **__):
+        pass
+
+    def prepare_local_plan(self, plan):
+        return plan
+
+    def prepare_global_plan(self, plans):
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id) -> bool:
+        return True
+
+
+class Held(Weights):
+    """Those that are held on the host."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]):
+        super().__init__({name: tuple(w.shape) for name, w in weights.items()})
+        self.weights = weights
+
+    def part(self, name: str, spans: tuple[slice, ...]) -> torch.Tensor:
+        return self.weights[name][spans]
+
+
+class Reader(Weights):
+    """A folder's weights. `shapes`: the script's weights and their shapes; a table of the vocabulary may have more rows
+    there than `vocab_size`, the others become 0. Raises UserError naming every weight that either side lacks, and every
+    other shape or type.
     """
 
     def __init__(self, folder: str | Path, names: dict[str, str], shapes: dict[str, tuple[int, ...]], vocab_size: int):
-        self.names, self.shapes, self.vocab_size = names, shapes, vocab_size
+        super().__init__(shapes)
+        self.names, self.vocab_size = names, vocab_size
         self._files = _open(folder)
         wrong, known = [], set()
         for name, shape in shapes.items():
@@ -126,50 +180,21 @@ class Reader(StorageReader):
             more = f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''
             raise UserError(f'{folder}: {"; ".join(wrong[:5])}{more}')
 
-    def read_data(self, plan, planner) -> Future[None]:
-        for item in plan.items:
-            name, start, size = item.storage_index.fqn, item.storage_offsets, item.lengths
-            part = torch.zeros(size)
-            spans = [slice(a, a + n) for a, n in zip(start, size)]
-            if '{}' in self.names[name]:
-                for n in range(size[0]):
-                    theirs = self.names[name].format(start[0] + n)
-                    part[n] = self._files[theirs].get_slice(theirs)[tuple(spans[:0:-1])].t()
-            else:
-                theirs = self.names[name]
-                rows = max(0, min(size[0], self.vocab_size - start[0])) if _is_table(name) else size[0]
-                part[:rows] = self._files[theirs].get_slice(theirs)[(slice(start[0], start[0] + rows), *spans[1:])]
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(part)
-            planner.commit_tensor(item, target)
-        done = Future()
-        done.set_result(None)
-        return done
-
-    def read_metadata(self, *_, **__) -> dcp.Metadata:
-        float32 = dcp.TensorProperties(dtype=torch.float32)
-        return dcp.Metadata({name: dcp.TensorStorageMetadata(
-            float32, torch.Size(shape), [dcp.ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))])
-            for name, shape in self.shapes.items()})
+    def part(self, name: str, spans: tuple[slice, ...]) -> torch.Tensor:
+        part = torch.zeros([s.stop - s.start for s in spans])
+        theirs = self.names[name]
+        if '{}' in theirs:
+            for n, layer in enumerate(range(spans[0].start, spans[0].stop)):
+                file = self._files[theirs.format(layer)]
+                part[n] = file.get_slice(theirs.format(layer))[tuple(spans[:0:-1])].t()
+        else:
+            end = min(spans[0].stop, self.vocab_size) if _is_table(name) else spans[0].stop
+            rows = max(0, end - spans[0].start)
+            part[:rows] = self._files[theirs].get_slice(theirs)[(slice(spans[0].start, end), *spans[1:])] if rows else 0
+        return part
 
     def _names_of(self, name: str) -> list[str]:
         return [self.names[name].format(n) for n in range(self.shapes[name][0] if '{}' in self.names[name] else 1)]
-
-    def reset(self, checkpoint_id=None):
-        pass
-
-    def set_up_storage_reader(self, metadata, is_coordinator, *_, **__):
-        pass
-
-    def prepare_local_plan(self, plan):
-        return plan
-
-    def prepare_global_plan(self, plans):
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id) -> bool:
-        return True
 
 
 def write(folder: str | Path, config: dict[str, Any], weights: Iterable[tuple[str, torch.Tensor]],

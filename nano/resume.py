@@ -7,15 +7,17 @@ import math
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
+
+import torch
 
 from nano import UserError, checkpoint, hf, shards
 from nano.tokenizer import write_huggingface
 
 # What a checkpoint says of itself beside its step.
-META = dict(consumed=int, tokens=int, best=float, wall_s=float, owed=bool, tokenizer=(str, type(None)),
+META = dict(consumed=int, units=int, best=float, wall_s=float, owed=bool, tokenizer=(str, type(None)),
             separator=(int, type(None)), data=str, config=dict)
 TOKENIZERS = 'tokenizer.model', 'tokenizer.json'
 
@@ -105,31 +107,46 @@ def _state(path: Path) -> tuple[int, int]:
 
 
 @dataclass
+class Foreign:
+    """Folders of others' programs that a script can start from."""
+    is_folder: Callable[[str], bool]
+    options: Callable[[str, dict[str, Any]], dict[str, Any]]  # (folder, the script's options) -> those of its model
+    reader: Callable[[Any, str | None], hf.Weights]  # (config, sha256 of the data's tokenizer) -> the weights
+
+
+@dataclass
 class Start:
     """Where a run starts. `meta`: see META, and `step`; of the first step if it does not go on."""
     meta: dict[str, Any]
     path: str | None = None  # what is loaded
     goes_on: bool = False  # with the optimizer's state and all, not with the weights alone
-    reader: Any = None  # of another format
+    reader: hf.Weights | None = None  # of another format
     changes: str = ''
+    then: dict[str, Any] = field(default_factory=dict)  # the options of the weights that are taken
 
-    def load(self, weights: dict, state: dict) -> str:
+    def complete(self, cfg: Any) -> bool:
+        """Whether nothing is left to do; then it says so."""
+        step, end = self.meta['step'], min(cfg.stop_at or cfg.steps, cfg.steps)
+        if done := step >= end and not self.meta['owed']:
+            print(f'{cfg.out} is complete: step {step} of {end}. More: a larger --steps or --stop_at; anew: another --out')
+        return done
+
+    def load(self, weights: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> str:
         """Reads them, and returns a sentence about it."""
         memory = checkpoint.PeakMemory()
         checkpoint.load(self.path, weights | state if self.goes_on else weights, self.reader)
         return f'{"goes on from" if self.goes_on else "starts from the weights of"} {self.path}{self.changes}{memory}'
 
 
-def find(cfg: Any, manifest: dict[str, Any], shape: Sequence[str], may_differ: Sequence[str],
-         hf_reader: Callable[[], hf.Reader]) -> Start:
+def find(cfg: Any, data: dict[str, Any], shape: Sequence[str], may_differ: Sequence[str], foreign: Foreign) -> Start:
     """Where the run of `cfg` starts. `shape` are the options that make the model: others are refused, as many models
     have weights of the same shapes, and would go on with a high loss and no error. `may_differ`: those of them that
-    may all the same, when only the weights are taken. `manifest` is of the data. Raises UserError."""
-    tokenizer = manifest['tokenizer'] and manifest['tokenizer']['sha256']
+    may all the same, when only the weights are taken. `data` has META's names data, tokenizer and separator. Raises UserError."""
+    tokenizer = data['tokenizer']
     folder = Folder(cfg.out)
     if checkpoint.is_one(folder.out) or checkpoint.holds_some(folder.out):
         raise UserError(f'--out {cfg.out}: is a checkpoint, or a folder of them, and not the folder of a run')
-    if not folder.remote and os.path.exists(f'{folder.out}/config.json') and hf.is_folder(folder.out):
+    if not folder.remote and os.path.exists(f'{folder.out}/config.json') and foreign.is_folder(folder.out):
         raise UserError(f'--out {cfg.out}: is a model folder of HuggingFace\'s, which would be overwritten')
     if path := checkpoint.newest(folder.ckpt):
         meta = checkpoint.read_meta(path, META)
@@ -140,24 +157,25 @@ def find(cfg: Any, manifest: dict[str, Any], shape: Sequence[str], may_differ: S
         _check_model(cfg, path, meta['config'], shape, advice='use its values (all are in config.json there), or begin a '
                      'new run in another --out')
         _check_tokenizer(cfg, path, meta['tokenizer'], tokenizer)
-        _check_data(cfg, path, meta, shards.fingerprint(manifest))
+        _check_data(cfg, path, meta, data['data'])
         changes = ''.join(f', --{k} {v!r} (was {meta["config"][k]!r})' for k, v in asdict(cfg).items()
                           if meta['config'].get(k, v) != v and k not in ('preset', 'out', 'init_from', 'stop_at'))
         return Start(meta, path, True, None, changes)
-    start = Start(dict(step=0, consumed=0, tokens=0, best=math.inf, wall_s=0.0, owed=True))
-    if cfg.init_from and hf.is_folder(cfg.init_from):
-        _check_model(cfg, cfg.init_from, hf.options(cfg.init_from, cfg.seq_len), shape, may_differ)
-        hf.check_tokenizer(cfg.init_from, cfg.data, tokenizer)
-        start.path, start.reader = cfg.init_from, hf_reader()
+    start = Start(dict(step=0, consumed=0, units=0, best=math.inf, wall_s=0.0, owed=True))
+    if cfg.init_from and foreign.is_folder(cfg.init_from):
+        start.then = foreign.options(cfg.init_from, asdict(cfg))
+        _check_model(cfg, cfg.init_from, start.then, shape, may_differ)
+        start.path, start.reader = cfg.init_from, foreign.reader(cfg, tokenizer)
     elif cfg.init_from:
         start.path = source(cfg.init_from)
         then = checkpoint.read_meta(start.path, META)
-        _check_model(cfg, start.path, then['config'], shape, may_differ)
+        start.then = then['config']
+        _check_model(cfg, start.path, start.then, shape, may_differ)
         _check_tokenizer(cfg, start.path, then['tokenizer'], tokenizer)
     return start
 
 
-def options_of_source(chosen: dict[str, Any], shape: Sequence[str]) -> dict[str, Any]:
+def options_of_source(chosen: dict[str, Any], shape: Sequence[str], foreign: Foreign) -> dict[str, Any]:
     """For nano.config.parse: what makes the model comes with --init_from, and when such a run goes on from itself."""
     address = chosen['init_from']
     if chosen['export']:
@@ -167,8 +185,9 @@ def options_of_source(chosen: dict[str, Any], shape: Sequence[str]) -> dict[str,
         return {k: then[k] for k in shape if k in then} if then.get('init_from') else {}
     if not address:
         return {}
-    if hf.is_folder(address):
-        return hf.options(address, chosen['seq_len'])
+    if foreign.is_folder(address):
+        then = foreign.options(address, chosen)
+        return {k: then[k] for k in shape if k in then}
     then = checkpoint.read_meta(source(address), META)['config']
     return {k: then[k] for k in shape if k in then}
 
@@ -237,7 +256,7 @@ def _check_data(cfg: Any, path: str, meta: dict[str, Any], data_hash: str):
     --reset_data it sets `consumed` to 0 instead."""
     then = meta['config']
     differs = [f'--{k} {then.get(k)}, not {getattr(cfg, k)}' for k in ('seed', 'seq_len')
-               if then.get(k) != getattr(cfg, k)]
+               if hasattr(cfg, k) and then.get(k) != getattr(cfg, k)]
     if meta['data'] != data_hash:
         differs.append(f'other tokens than those in {cfg.data} now')
     if differs and cfg.reset_data:

@@ -27,15 +27,16 @@ class Tracker:
     config         the run's settings as plain values, for wandb
     wandb_project  '' leaves wandb out: it is not even imported
     host           this process's index; those above 0 only have their log_{host}.txt
+    unit           what throughput counts
     owed           the evaluation of start_step is yet to come: a kill may have left its line
     """
 
     def __init__(self, out: str | Path, total_steps: int, start_step: int = 0, main: bool = True,
                  config: dict[str, Any] | None = None, wandb_project: str = '', host: int = 0,
-                 owed: bool = False) -> None:
+                 owed: bool = False, unit: str = 'tokens') -> None:
         out = Path(out)
         out.mkdir(parents=True, exist_ok=True)
-        self.main, self.total_steps = main, total_steps
+        self.main, self.total_steps, self.unit = main, total_steps, unit
         self._log_path, self._metrics_path = out / (f'log_{host}.txt' if host else 'log.txt'), out / 'metrics.jsonl'
         self._unwritable: set[Path] = set()  # those already complained about
         self._bar = self._wandb = None
@@ -73,7 +74,7 @@ class Tracker:
             except OSError as e:
                 self.print(f'WARNING: {path} cannot be written ({e.strerror}): training goes on without it')
 
-    def progress(self, step: int, loss: float, tokens_per_s: float) -> None:
+    def progress(self, step: int, loss: float, per_s: float) -> None:
         """Moves the bar to `step`; without a terminal, a line each PLAIN_EVERY_S seconds at most, and at the end."""
         if not self.main:
             return
@@ -87,13 +88,13 @@ class Tracker:
                                   ncols=None if sized else 100, nrows=None if sized else 20)
         if self._bar is not None:
             with contextlib.suppress(OSError):
-                self._bar.set_postfix_str(f'loss {loss:.4f}, {_short(tokens_per_s)} tokens/s', refresh=False)
+                self._bar.set_postfix_str(f'loss {loss:.4f}, {_short(per_s)} {self.unit}/s', refresh=False)
                 self._bar.update(step - self._bar.n)
         if now - self._line_at >= PLAIN_EVERY_S or step >= self.total_steps:
             self._line_at = now
             time_0, step_0 = self._first
             left = (self.total_steps - step) * (now - time_0) / (step - step_0) if step > step_0 else math.nan
-            self._say(f'step {step}/{self.total_steps}  loss {loss:.4f}  {_short(tokens_per_s)} tokens/s  '
+            self._say(f'step {step}/{self.total_steps}  loss {loss:.4f}  {_short(per_s)} {self.unit}/s  '
                       f'{_clock(left)} left', terminal=self._bar is None)
 
     def print(self, *values: Any) -> None:

@@ -83,7 +83,7 @@ def test_there_and_back(devices, kind, tmp_path, seed, monkeypatch):
         close(logits(cfg, found, ids), expected, 'logits')
 
     with checkpoint.Saver(tmp_path / 'run' / 'ckpt', 1) as saver:
-        saver.save(7, weights | state, dict(consumed=0, tokens=0, best=1.0, wall_s=1.0, owed=False, tokenizer=None,
+        saver.save(7, weights | state, dict(consumed=0, units=0, best=1.0, wall_s=1.0, owed=False, tokenizer=None,
                                             separator=2, data='', config=asdict(cfg)))
     monkeypatch.setattr(hf, 'FILE_BYTES', 1e5)
     train_gpt.export(replace(cfg, export=str(tmp_path / 'ours')))

@@ -101,7 +101,7 @@ def resume():
             process = subprocess.Popen([*command, '--stop_at', str(stop_at)], env=ENV, stdout=subprocess.PIPE,
                                        text=True)
             for line in process.stdout:
-                if any(text in line for text in ('goes on from', 'compiling evaluation', 'compiling the training',
+                if any(text in line for text in ('goes on from', 'compiling the evaluation', 'compiling the training',
                                                  'graphs', 'wrote')):
                     print(f'{time.perf_counter() - began:7.1f} s  {line.strip()}', flush=True)
             assert process.wait() == 0
