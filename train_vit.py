@@ -146,8 +146,18 @@ def check(cfg: Config):
     if cfg.global_batch % cfg.accumulate:
         raise UserError(f'--global_batch {cfg.global_batch} --accumulate {cfg.accumulate}: the second must divide the '
                         f'first')
-    if cfg.randaugment:
-        augment.parse_randaugment(cfg.randaugment)
+    randaugment_of(cfg)
+
+
+def randaugment_of(cfg: Config) -> tuple[int, float]:
+    """Operations for each image and their magnitude. Raises UserError."""
+    n, _, magnitude = (cfg.randaugment or '0,0').partition(',')
+    try:
+        if 0 <= int(n) <= 16 and 0 <= float(magnitude) <= 10:
+            return int(n), float(magnitude)
+    except ValueError:
+        pass
+    raise UserError(f'--randaugment {cfg.randaugment}: expected OPERATIONS,MAGNITUDE such as 2,10 (16 and 10 at most)')
 
 
 # What the forward pass keeps of each layer besides its input (None: everything), by the names of PyTorch's operators; the
@@ -203,12 +213,12 @@ class ViT:
             from nano.scan import keep
             self.remat = [keep(*REMAT[cfg.remat])]
 
-    def __call__(self, weights: dict[str, torch.Tensor], images_BHWC: torch.Tensor, training: bool = False) -> torch.Tensor:
+    def __call__(self, weights: dict[str, torch.Tensor], images_BCHW: torch.Tensor, training: bool = False) -> torch.Tensor:
         """Normalized images in float32 -> logits_BK in float32."""
         cfg = self.cfg
-        B, H, W, C = images_BHWC.shape
+        B, C, H, W = images_BCHW.shape
         h, w = H // cfg.patch, W // cfg.patch
-        patches_BTE = images_BHWC.view(B, h, cfg.patch, w, cfg.patch, C).permute(0, 1, 3, 2, 4, 5).reshape(B, h * w, -1)
+        patches_BTE = images_BCHW.view(B, C, h, cfg.patch, w, cfg.patch).permute(0, 2, 4, 1, 3, 5).reshape(B, h * w, -1)
         x_BTD = linear(patches_BTE.to(matmul_dtype(cfg)), weights['embed_ED'], weights['embed_bias_D'])
         x_BTD = x_BTD + position_table(cfg, weights.get('pos_TD'), h, x_BTD.device).to(x_BTD.dtype)
         if cfg.pool == 'cls':
@@ -391,29 +401,40 @@ def adamw(cfg: Config, weights: dict[str, torch.Tensor], state: dict, lr: torch.
 
 # ---- One training step and evaluation: each is one graph, compiled once ----
 
-def augmented(cfg: Config, mean_std: tuple, images_BHWC: torch.Tensor, targets_BK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 images -> what the model is trained on: changed at random on the device, and normalized."""
-    x_BHWC = images_BHWC.float()
-    B, H, W, C = x_BHWC.shape
+def augmented(cfg: Config, mesh, images_BHWC: torch.Tensor, targets_BK: torch.Tensor,
+              share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 images and what they show, changed at random on the device: what the model is trained on, [B, C, H, W]."""
+    B, H, W, _ = images_BHWC.shape
+    x_BCHW, device, size = images_BHWC.permute(0, 3, 1, 2), images_BHWC.device, (cfg.image_size, cfg.image_size)
+    dtype = matmul_dtype(cfg)
+    # What mixes images does so within groups that lie on one device: nothing is sent.
+    group = math.gcd(augment.GROUP, B // (mesh.mesh_shape[0] * mesh.mesh_shape[1]) if mesh else B)
+    flip_B = augment.coin(B, device) if cfg.flip else torch.zeros(B, dtype=torch.bool, device=device)
     if cfg.crop == 'resized':
-        boxes_B4 = augment.random_boxes(B, H, W, cfg.min_area, x_BHWC.device)
+        boxes_B4 = augment.random_boxes(B, H, W, device, (cfg.min_area, 1.0))
+        x_BCHW = augment.crop(x_BCHW, boxes_B4, flip_B, size, dtype=dtype)
     elif cfg.crop == 'shift':
-        boxes_B4 = augment.shifted_boxes(B, H, W, cfg.pad, x_BHWC.device)
+        x_BCHW = augment.pad_crop(middle(x_BCHW, size), augment.random_shifts(B, cfg.pad, device),
+                                  augment.random_shifts(B, cfg.pad, device), flip_B)
     else:
-        boxes_B4 = augment.whole_boxes(B, H, W, x_BHWC.device)
-    flip_B = torch.rand(B, device=x_BHWC.device) < 0.5 if cfg.flip else None
-    x_BHWC = augment.crop_and_resize(x_BHWC, boxes_B4, cfg.image_size, flip_B)
+        x_BCHW = middle(x_BCHW, size)
+        x_BCHW = torch.where(flip_B[:, None, None, None], x_BCHW.flip(-1), x_BCHW)
     if cfg.randaugment:
-        x_BHWC = augment.randaugment(x_BHWC, *augment.parse_randaugment(cfg.randaugment))
-    x_BHWC = augment.normalize(x_BHWC, *mean_std)
+        n, magnitude = randaugment_of(cfg)
+        x_BCHW = augment.randaugment(x_BCHW, n, magnitude, group, dtype)
     if cfg.mixup:
-        x_BHWC, targets_BK = augment.mixup(x_BHWC, targets_BK, cfg.mixup)
-    return x_BHWC, targets_BK
+        x_BCHW, targets_BK = augment.mixup(share, x_BCHW, targets_BK, group=group)
+    return augment.normalize(x_BCHW, *pixel_scale(cfg)), targets_BK
 
 
-def train_step(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], state: dict, mean_std: tuple,
-               images_BHWC: torch.Tensor, labels_B: torch.Tensor, lr: torch.Tensor) -> torch.Tensor:
-    """Traces an update. Returns [loss, norm of the gradient, 1 if the update was made] on the device.
+def middle(x_BCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    top, left = (x_BCHW.shape[2] - size[0]) // 2, (x_BCHW.shape[3] - size[1]) // 2
+    return x_BCHW[:, :, top:top + size[0], left:left + size[1]]
+
+
+def train_step(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], state: dict, images_BHWC: torch.Tensor,
+               labels_B: torch.Tensor, lr: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Traces an update; `share` is mixup's. Returns [loss, norm of the gradient, 1 if the update was made] on the device.
 
     The loss is the mean over the global batch, whatever the number of micro-batches. Micro-batch a takes images a,
     a + A, ...: so it has images of each device.
@@ -426,9 +447,9 @@ def train_step(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], state:
         classes_B = labels_B.view(B // A, A)[:, a].long()
         with torch.no_grad():
             targets_BK = F.one_hot(classes_B, cfg.classes).float()
-            x_BHWC, targets_BK = augmented(cfg, mean_std, some_BHWC, targets_BK)
+            x_BCHW, targets_BK = augmented(cfg, model.mesh, some_BHWC, targets_BK, share)
             targets_BK = targets_BK * (1 - cfg.label_smoothing) + cfg.label_smoothing / cfg.classes
-        part = -(targets_BK * model(weights, x_BHWC, training=True).log_softmax(-1)).sum() / B
+        part = -(targets_BK * model(weights, x_BCHW, training=True).log_softmax(-1)).sum() / B
         part.backward()
         loss = loss + part.detach()
         if a + 1 < A:  # one after the other: else the compiler keeps the activations of several
@@ -444,22 +465,20 @@ def train_step(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], state:
 
 
 @torch.no_grad()
-def answers(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], mean_std: tuple, images_BHWC: torch.Tensor,
+def answers(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], images_BHWC: torch.Tensor,
             labels_B: torch.Tensor) -> torch.Tensor:
     """Of each image [4, B] in float32: -log p(label), how many classes are likelier than the label, the likeliest class
     and its probability. Of a blank one they mean nothing."""
-    H, W = images_BHWC.shape[1:3]
-    top, left = (H - cfg.image_size) // 2, (W - cfg.image_size) // 2
-    center_BHWC = images_BHWC[:, top:top + cfg.image_size, left:left + cfg.image_size].float()
-    log_p_BK = model(weights, augment.normalize(center_BHWC, *mean_std)).log_softmax(-1)
+    x_BCHW = middle(images_BHWC.permute(0, 3, 1, 2), (cfg.image_size, cfg.image_size))
+    log_p_BK = model(weights, augment.normalize(x_BCHW, *pixel_scale(cfg))).log_softmax(-1)
     at_label_B1 = log_p_BK.gather(-1, labels_B.clamp(min=0).long()[:, None])
     best_B, class_B = log_p_BK.max(-1)
     rank_B = (log_p_BK > at_label_B1).sum(-1)
     return shard(torch.stack([-at_label_B1[:, 0], rank_B.float(), class_B.float(), best_B.exp()]), model.mesh, (None, None))
 
 
-def evaluate(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], mean_std: tuple, source: images.Images,
-             rows: np.ndarray, to_device, asked_to_stop=lambda: False) -> dict[str, np.ndarray] | None:
+def evaluate(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], source: images.Images, rows: np.ndarray, to_device,
+             asked_to_stop=lambda: False) -> dict[str, np.ndarray] | None:
     """The answers to a fixed set of images, each once on any number of devices and hosts, as arrays: nll, rank,
     predicted, confidence and label. None if stopped."""
     import torch_xla
@@ -467,11 +486,11 @@ def evaluate(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], mean_std
     for images_BHWC, labels_B in eval_batches(source, cfg.eval_images, size, rows, to_device):
         if asked_to_stop():
             return None
-        found.append(answers(cfg, model, weights, mean_std, images_BHWC, labels_B))
+        found.append(answers(cfg, model, weights, images_BHWC, labels_B))
         torch_xla.sync()
     chosen = eval_examples(len(source), cfg.eval_images)
     got = np.concatenate([f.cpu().numpy() for f in found], 1)[:, :len(chosen)]  # behind them the last batch is blank
-    return dict(zip(('nll', 'rank', 'predicted', 'confidence'), got), label=source.labels(chosen))
+    return dict(zip(('nll', 'rank', 'predicted', 'confidence'), got), label=source.labels_N[chosen])
 
 
 def scores(found: dict[str, np.ndarray]) -> dict[str, float]:
@@ -530,9 +549,10 @@ def fitted(cfg: Config, height: int, width: int, channels: int, classes: int, me
            std: list[float]) -> Config:
     """What is 0 in the options is that of the data. Raises UserError for what does not fit them."""
     size = cfg.image_size or min(height, width) // cfg.patch * cfg.patch
+    # Where all pixels of a channel are equal, any deviation will do.
     cfg = replace(cfg, image_size=size, channels=cfg.channels or channels, classes=cfg.classes or classes,
                   grid=cfg.grid or size // cfg.patch, mean=cfg.mean or ','.join(f'{x:.6g}' for x in mean),
-                  std=cfg.std or ','.join(f'{x:.6g}' for x in std))
+                  std=cfg.std or ','.join(f'{x or 1:.6g}' for x in std))
     if size < cfg.patch or cfg.crop != 'resized' and size > min(height, width):
         raise UserError(f'--image_size {cfg.image_size} --patch {cfg.patch} --crop {cfg.crop}: the images of {cfg.data} '
                         f'have {height} x {width} pixels')
@@ -548,7 +568,7 @@ def train(cfg: Config, stop: runtime.StopSignal):
     # is touched.
     manifest = images.load_manifest(cfg.data)
     names = manifest['classes']
-    cfg = fitted(cfg, *manifest['shape'], len(names), manifest['mean'], manifest['std'])
+    cfg = fitted(cfg, *manifest['image'], len(names), manifest['mean'], manifest['std'])
     data = dict(data=images.fingerprint(manifest), separator=None, tokenizer=None)
     start = resume.find(cfg, data, SHAPE, MAY_DIFFER, THEIRS)
     if start.complete(cfg):
@@ -565,7 +585,6 @@ def train(cfg: Config, stop: runtime.StopSignal):
         images.verify(cfg.data, manifest, sorted(splits & {'train', 'val'}), run.say)
         source = images.Images(cfg.data, 'train')
         val = images.Images(cfg.data, 'val') if 'val' in splits else None
-        mean_std = pixel_scale(cfg)
 
         run.meet()
         weights, state = build(cfg, mesh, run.device)
@@ -597,8 +616,7 @@ def train(cfg: Config, stop: runtime.StopSignal):
             """Returns False if it was stopped, and then nothing of it is on record: it is owed."""
             if val is None:
                 return True
-            found = evaluate(cfg, model, evaluated, mean_std, val, run.rows(cfg.global_batch // cfg.accumulate), to_device,
-                             stop.asked)
+            found = evaluate(cfg, model, evaluated, val, run.rows(cfg.global_batch // cfg.accumulate), to_device, stop.asked)
             if found is None or stop.asked():
                 return False
             s = scores(found)
@@ -628,8 +646,9 @@ def train(cfg: Config, stop: runtime.StopSignal):
                 began = time.perf_counter()
                 # The device's random numbers depend on seed and step alone: nothing in between can shift them.
                 xm.set_rng_state(runtime.seed_of(cfg.seed, step))
-                metrics = train_step(cfg, model, weights, state, mean_std, images_BHWC, labels_B,
-                                     torch.tensor([lr]).to(run.device))
+                share = augment.mixup_share(cfg.mixup, runtime.seed_of(cfg.seed, step, 'mixup'))
+                metrics = train_step(cfg, model, weights, state, images_BHWC, labels_B,
+                                     *(torch.tensor([x]).to(run.device) for x in (lr, share)))
                 traced = time.perf_counter() - began
                 torch_xla.sync()  # here the graph ends, and the device starts on it as soon as it is free
                 run.stepped(metrics, lr=lr, trace_ms=traced * 1e3, data_wait_s=loader.wait_s)
@@ -655,10 +674,9 @@ def step_to_plan(cfg: Config, mesh, device) -> plan.Step:
                  labels_B=torch.zeros(cfg.global_batch, dtype=torch.int32, device=device))
     for t, spec in zip(batch.values(), ((BATCH, None, None, None), (BATCH,))):
         xs.mark_sharding(t, mesh, spec)
-    lr, model = torch.zeros(1, device=device), ViT(cfg, mesh)
-    mean_std = pixel_scale(cfg)
-    return plan.Step(weights, state, batch | dict(lr=lr),
-                     lambda: train_step(cfg, model, weights, state, mean_std, *batch.values(), lr), 'images', cfg.global_batch,
+    (lr, share), model = torch.zeros(2, 1, device=device), ViT(cfg, mesh)
+    return plan.Step(weights, state, batch | dict(lr=lr, share=share),
+                     lambda: train_step(cfg, model, weights, state, *batch.values(), lr, share), 'images', cfg.global_batch,
                      cfg.steps, flops_per_image(cfg) * cfg.global_batch, FLOPS_RULE)
 
 

@@ -67,6 +67,9 @@ def read(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         cls = theirs('cls_D') in given
         side = math.isqrt(given[theirs('pos_TD')].shape[1] - cls)
         args = {**config, **config.get('model_args', {}), **config.get('pretrained_cfg', {})}
+        if not timm and Path(folder, 'preprocessor_config.json').is_file():
+            how = hf._json(f'{folder}/preprocessor_config.json')
+            args |= dict(mean=how.get('image_mean', ()), std=how.get('image_std', ()))
         found = dict(
             layers=L, width=D, heads=args.get('num_heads', D // 64) if timm else config['num_attention_heads'],
             mlp_width=given[theirs('up_bias_LF').format(0)].shape[0], patch=P, channels=C,
@@ -96,7 +99,7 @@ def read(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     for name in OTHER:
         if name != 'cls_D' or cls:
             weights[name] = take(theirs(name))
-    weights['embed_ED'] = weights['embed_ED'].permute(2, 3, 1, 0).reshape(-1, D)
+    weights['embed_ED'] = weights['embed_ED'].reshape(D, -1).t()
     weights['head_DK'] = weights['head_DK'].t()
     weights['pos_TD'] = weights['pos_TD'][0]
     if cls:
@@ -114,10 +117,10 @@ def write(folder: str, o: dict[str, Any], weights: dict[str, torch.Tensor], imag
     D, P, C, T = o['width'], o['patch'], o['channels'], weights['pos_TD'].shape[0]
     cls = o['pool'] == 'cls'
     ours, out = dict(weights), {}
-    ours['pos_TD'] = torch.cat((torch.zeros(cls, D), ours['pos_TD']))[None]
+    ours['pos_TD'] = torch.cat((torch.zeros(int(cls), D), ours['pos_TD']))[None]
     if cls:
         ours['cls_D'] = ours['cls_D'].view(1, 1, D)
-    ours['embed_ED'] = ours['embed_ED'].view(P, P, C, D).permute(3, 2, 0, 1)
+    ours['embed_ED'] = ours['embed_ED'].t().reshape(D, C, P, P)
     ours['head_DK'] = ours['head_DK'].t()
     for name, (theirs, _) in (LAYER | OTHER).items():
         if name in ours:
