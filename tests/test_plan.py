@@ -163,12 +163,13 @@ def test_axes_of_groups():
 # ---- At night ----
 
 @pytest.mark.slow
-def test_data_parallel_reduces_gradients_once_and_gathers_nothing(cache, tmp_path):
+def test_data_parallel_reduces_gradients_once_and_gathers_no_weights(cache, tmp_path):
     p, _ = run_plan(cache, tmp_path, *WORDS, '--plan', 'v5e-4', '--mesh', '4,1,1', '--remat', 'attn')
     check_memory(p)
     assert p['memory']['weights'] == 4 * (MATRICES + NORMS)
     assert {c['axis'] for c in p['collectives']} == {'data'}
-    assert sent(p, 'all-gather', 'data') < 0.01 * MATRICES
+    ids = 8 * SMALL['global_batch'] * SMALL['seq_len']  # twice, for the embedding and its gradient
+    assert sent(p, 'all-gather', 'data') <= 2 * 3 / 4 * ids
     reduced = sent(p, 'all-reduce', 'data') / (2 * 3 / 4 * (MATRICES + NORMS))  # bytes for each gradient
     assert 1.9 < reduced < 4.2, 'in bfloat16 or in float32'
 
