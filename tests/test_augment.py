@@ -1,6 +1,10 @@
 """nano/augment.py against Pillow, against loops written here, and on 8 virtual devices against plain torch."""
 import math
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +13,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from nano import augment, runtime
 
+ROOT = Path(__file__).resolve().parent.parent
 SIZES = [(33, 37), (32, 32), (17, 50)]  # H, W
 BILINEAR, BICUBIC = Image.Resampling.BILINEAR, Image.Resampling.BICUBIC
 
@@ -280,7 +285,8 @@ def test_normalize():
     expected = [(v - m) / s for v, m, s in zip((0, 128 / 255, 1), augment.IMAGENET_MEAN, augment.IMAGENET_STD)]
     torch.testing.assert_close(augment.normalize(x, augment.IMAGENET_MEAN, augment.IMAGENET_STD).flatten(),
                                torch.tensor(expected))
-    assert augment.normalize(x, (0.5,) * 3, (0.5,) * 3, torch.bfloat16)[0, :, 0, 0].tolist() == [-1, 0.003936767578125, 1]
+    half = (0.5,) * 3
+    assert augment.normalize(x, half, half, torch.bfloat16).flatten().tolist() == [-1, 0.003936767578125, 1]
 
 
 # ---- On devices ----
@@ -311,9 +317,9 @@ def place(mesh, *tensors):
 
 
 def test_on_devices_it_is_what_plain_torch_computes(mesh, seed, monkeypatch):
-    """With the same draws, sharded over 8 devices and on one. XLA may round a half the other way, and RandAugment make
-    more of it: in 2 of 1,000 values. Then the same again with the device's draws: one compile, reproducible from seed and
-    step, each image another."""
+    """First with the device's own draws: one compile, reproducible from seed and step, each image another. Then with
+    draws that are the same everywhere: sharded over 8 devices, on one, and in plain torch. XLA may round a half the
+    other way, and RandAugment make more of it: in 2 of 1,000 values."""
     import torch_xla
     import torch_xla.core.xla_model as xm
     x_BHWC = pictures(seed, 32, 19, 23).permute(0, 2, 3, 1).contiguous()
@@ -351,3 +357,48 @@ def test_on_devices_it_is_what_plain_torch_computes(mesh, seed, monkeypatch):
         for k, (a, b) in enumerate(zip(found, results[0])):
             assert a.shape == b.shape and a.dtype == b.dtype
             assert ((a.float() - b.float()).abs() > 1e-5).float().mean() < (5e-4, 2e-3, 2e-3, 0)[k] + 1e-9, k
+
+
+COMPILE = f'''
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from nano import augment, chips, runtime
+from nano.plan import aot, compiler_flags, report
+where = chips.find_slice('v5e-4')
+aot.start(where.n_chips)
+import torch_xla.distributed.spmd as xs
+mesh = runtime.make_mesh('2,2,1', where.n_chips)
+
+def make(device):
+    w, share = torch.nn.Parameter(torch.empty(1, device=device)), torch.zeros(1, device=device)
+    x = torch.zeros(64, 40, 40, 3, dtype=torch.uint8, device=device)
+    xs.mark_sharding(w, mesh, (None,))
+    xs.mark_sharding(x, mesh, (('data', 'fsdp'), None, None, None))
+
+    def run():
+        boxes, flip = augment.random_boxes(64, 40, 40, device), augment.coin(64, device)
+        y = augment.crop(x.permute(0, 3, 1, 2), boxes, flip, (32, 32), dtype=torch.bfloat16)
+        y, = augment.mixup(share, augment.randaugment(y, group=16, dtype=torch.bfloat16), group=16)
+        with torch.no_grad():
+            w.add_(augment.normalize(y, augment.IMAGENET_MEAN, augment.IMAGENET_STD).square().sum())
+        return w
+    return aot.Step(dict(w=w), dict(), dict(x=x, share=share), run, 'images', 64, 1, 1., '')
+
+traced = aot.trace(make, where.n_chips)
+compiled = aot.compile_step(traced, where, compiler_flags('v5e'), None)
+found = report.figures(traced, compiled, where, (2, 2, 1))
+print('sent', sum(c['bytes'] for c in found['collectives']), len(compiled.warnings))
+'''
+
+
+@pytest.mark.slow
+def test_nothing_is_sent_between_chips(tmp_path):
+    """Compiled for 4 chips of a TPU: only the sum that stands for the training step, 4 bytes around a ring."""
+    script = tmp_path / 'compile.py'
+    script.write_text(COMPILE)
+    env = {k: v for k, v in os.environ.items() if k not in ('PJRT_DEVICE', 'CPU_NUM_DEVICES', 'XLA_FLAGS')}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    sent, n_bytes, warnings = done.stdout.split()[-3:]
+    assert sent == 'sent' and 0 < float(n_bytes) <= 16 and warnings == '0', done.stdout
