@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # torchvision's models/_meta, for 0 to 1
-GROUP = 64
+GROUP, N_OPERATIONS = 64, 16
 GREY = 128  # what a warp or a cutout leaves empty, as in big_vision
 
 
@@ -258,7 +258,8 @@ def cutout(x_BCHW: torch.Tensor, y_B: torch.Tensor, x_B: torch.Tensor, half: int
 
 
 def operations(m: float, dtype: torch.dtype = torch.float32) -> list[Callable]:
-    """RandAugment's operations at magnitude m of 10, those of big_vision/pp/autoaugment.py with its arguments.
+    """RandAugment's operations at magnitude m of 10, those of big_vision/pp/autoaugment.py with its arguments. Each takes
+    images and two draws between 0 and 1 for each image.
 
     Not as there: warps interpolate, where big_vision takes the nearest pixel; contrast is away from the mean, as in
     Pillow, where big_vision has the number of pixels / 256; translations by 100 pixels and cutouts of 2 * 40 are meant
@@ -267,31 +268,28 @@ def operations(m: float, dtype: torch.dtype = torch.float32) -> list[Callable]:
     share = m / 10
     enhance = 0.1 + 1.8 * share
 
+    def sure(op: Callable, *args) -> Callable:
+        return lambda x, u_B2: op(x, *args)
+
     def either_way(op: Callable) -> Callable:
-        return lambda x: torch.where(coin(len(x), x.device)[:, None, None, None], op(x, share), op(x, -share))
+        return lambda x, u_B2: torch.where(u_B2[:, 0, None, None, None] < 0.5, op(x, share), op(x, -share))
 
     def move(along: str, x: torch.Tensor, by: float) -> torch.Tensor:
         H, W = x.shape[2:]
         return affine(x, 1, 0, by * 100 / 224 * W * (along == 'x'), 0, 1, by * 100 / 224 * H * (along == 'y'), dtype)
 
-    def cut(x: torch.Tensor) -> torch.Tensor:
-        (B, _, H, W), half = x.shape, int(share * 40 / 224 * min(x.shape[2:]))
-        return cutout(x, *((torch.rand(B, device=x.device) * n).floor() for n in (H, W)), half)
+    def cut(x: torch.Tensor, u_B2: torch.Tensor) -> torch.Tensor:
+        H, W = x.shape[2:]
+        return cutout(x, (u_B2[:, 0] * H).floor(), (u_B2[:, 1] * W).floor(), int(share * 40 / 224 * min(H, W)))
 
-    return [autocontrast, equalize, invert,
+    return [sure(autocontrast), sure(equalize), sure(invert),
             either_way(lambda x, by: rotate(x, 30 * by, dtype)),
-            partial(posterize, bits=int(4 * share)),
-            partial(solarize, threshold=int(256 * share)),
-            partial(color, factor=enhance), partial(contrast, factor=enhance),
-            partial(brightness, factor=enhance), partial(sharpness, factor=enhance),
+            sure(posterize, int(4 * share)), sure(solarize, int(256 * share)),
+            sure(color, enhance), sure(contrast, enhance), sure(brightness, enhance), sure(sharpness, enhance),
             either_way(lambda x, by: affine(x, 1, 0.3 * by, 0, 0, 1, 0, dtype)),
             either_way(lambda x, by: affine(x, 1, 0, 0, 0.3 * by, 1, 0, dtype)),
             either_way(partial(move, 'x')), either_way(partial(move, 'y')),
-            cut, partial(solarize_add, addition=int(110 * share))]
-
-
-def ranks(x: torch.Tensor) -> torch.Tensor:
-    return x.argsort().int()  # torch_xla 2.9's index_select ends the process if it gets a sort's second result itself
+            cut, sure(solarize_add, int(110 * share))]
 
 
 def randaugment(x_BCHW: torch.Tensor, n: int = 2, m: float = 10, group: int = GROUP,
@@ -302,18 +300,51 @@ def randaugment(x_BCHW: torch.Tensor, n: int = 2, m: float = 10, group: int = GR
     and so on. So an operation is computed for those images only that get it, and not for all to choose from, 16 times
     as many. To each image it is RandAugment: every sequence of operations is equally likely. The shuffle is the same in
     all groups of a batch. Raises ValueError if `group` does not divide the batch."""
-    ops = operations(m, dtype)
     if len(x_BCHW) % group:
         raise ValueError(f'{len(x_BCHW)} images cannot be divided into groups of {group}')
-    R = -(-group // len(ops)) * len(ops)
+    R = -(-group // N_OPERATIONS) * N_OPERATIONS
     x_GRCHW = F.pad(x_BCHW.unflatten(0, (-1, group)), (0,) * 7 + (R - group,))
     order_R = torch.arange(R, device=x_BCHW.device, dtype=torch.int32)
     for _ in range(n):
         shuffle_R = ranks(torch.rand(R, device=x_BCHW.device))
-        x_GRCHW, order_R = x_GRCHW.index_select(1, shuffle_R), order_R.index_select(0, shuffle_R)
-        parts = x_GRCHW.chunk(len(ops), 1)
-        x_GRCHW = torch.cat([op(part.flatten(0, 1)).unflatten(0, part.shape[:2]) for op, part in zip(ops, parts)], 1)
+        u_GR2 = torch.rand(*x_GRCHW.shape[:2], 2, device=x_BCHW.device)
+        x_GRCHW = traced_once(one_each, (m, dtype), x_GRCHW.index_select(1, shuffle_R), u_GR2)
+        order_R = order_R.index_select(0, shuffle_R)
     return x_GRCHW.index_select(1, ranks(order_R))[:, :group].flatten(0, 1)
+
+
+def one_each(m: float, dtype: torch.dtype, x_GRCHW: torch.Tensor, u_GR2: torch.Tensor) -> torch.Tensor:
+    """Of each group the first images go through the first operation, the next through the second, ..."""
+    parts = zip(operations(m, dtype), x_GRCHW.chunk(N_OPERATIONS, 1), u_GR2.chunk(N_OPERATIONS, 1))
+    return torch.cat([op(x.flatten(0, 1), u.flatten(0, 1)).unflatten(0, x.shape[:2]) for op, x, u in parts], 1)
+
+
+def ranks(x: torch.Tensor) -> torch.Tensor:
+    return x.argsort().int()  # torch_xla 2.9's index_select ends the process if it gets a sort's second result itself
+
+
+_traced = {}  # (function, options, shapes and types) -> its computation, the numbers of its inputs, constants by number
+
+
+def traced_once(f: Callable, options: tuple, *inputs: torch.Tensor) -> torch.Tensor:
+    """f(*options, *inputs), which must compute from its arguments alone and draw nothing. On an XLA device it is traced
+    once in the life of the process and then called as one operator: RandAugment has 900 for each of its n, and tracing
+    them at every step would take the host longer than the step takes the chips."""
+    if inputs[0].device.type != 'xla':
+        return f(*options, *inputs)
+    import torch_xla
+    import torch_xla.core.xla_builder as xb
+    key = f, options, *((t.shape, t.dtype) for t in inputs)
+    if key not in _traced:
+        stand_ins = [xb.create_placeholder_tensor(t.shape, t.dtype) for t in inputs]
+        context = torch_xla._XLAC.lowering.LoweringContext('once')
+        context.build([f(*options, *stand_ins)])
+        numbers = [context.tensor_parameter_id(t) for t in stand_ins]
+        constants = {i: t for i, t in context.device_parameter_id_tensor_mapping().items() if i not in numbers}
+        _traced[key] = xb.computation_from_module_proto('once', context.hlo()), numbers, constants
+    computation, numbers, constants = _traced[key]
+    given = {i: t.to(inputs[0].device) for i, t in constants.items()} | dict(zip(numbers, inputs))
+    return torch_xla._XLAC._xla_user_computation('nano::once', [given[i] for i in range(len(given))], computation)[0]
 
 
 # ---- Mixup ----

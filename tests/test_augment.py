@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -204,7 +205,7 @@ def test_bfloat16_warps_are_as_good(seed):
 
 def test_each_operation_has_its_sixteenth_of_images_and_all_pairs_are_equally_likely(seed, monkeypatch):
     """Operations that write their number behind those before: what an image has been through can be read off it."""
-    monkeypatch.setattr(augment, 'operations', lambda m, dtype: [lambda x, k=k: x * 16 + k for k in range(16)])
+    monkeypatch.setattr(augment, 'operations', lambda m, dtype: [lambda x, u, k=k: x * 16 + k for k in range(16)])
     torch.manual_seed(seed)
     x = torch.arange(96, dtype=torch.int32)[:, None, None, None]
     pairs = torch.zeros(96, 256)
@@ -238,7 +239,7 @@ def test_the_operations_are_those_of_magnitude_10(seed):
              5: lambda x: x, 6: lambda x: augment.color(x, 1.9), 7: lambda x: augment.contrast(x, 1.9),
              8: lambda x: augment.brightness(x, 1.9), 9: lambda x: augment.sharpness(x, 1.9),
              15: lambda x: augment.solarize_add(x, 110)}
-    ops = augment.operations(10)
+    ops = [partial(op, u_B2=torch.rand(40, 2)) for op in augment.operations(10)]
     assert len(ops) == 16
     for k, op in plain.items():
         assert torch.equal(ops[k](x), op(x)), k
@@ -249,7 +250,7 @@ def test_the_operations_are_those_of_magnitude_10(seed):
     covered = (ops[14](torch.zeros_like(x)) == 128)[:, 0].sum((1, 2))
     assert covered.max() == 20 * 20 and covered.min() >= 10 * 10 and len(set(covered.tolist())) > 5
     for k in (3, 10, 11, 12, 13, 14, 15):
-        assert torch.equal(augment.operations(0)[k](x), x)
+        assert torch.equal(augment.operations(0)[k](x, torch.rand(40, 2)), x)
 
 
 # ---- Mixup, normalization ----
