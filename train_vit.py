@@ -171,7 +171,7 @@ REMAT = {'none': None, 'dots': ('aten.mm.',), 'block': ()}
 # dimension of width, so that a device holds a part of each layer and gathers the layer when it comes to it; along
 # `tensor` with the heads or the hidden width. What has one dimension is small and lies on every device in full.
 SHARDING = {
-    'embed_ED': (None, 'fsdp'), 'embed_bias_D': (None,), 'cls_D': (None,), 'pos_TD': (None, None),
+    'embed_ED': (None, 'fsdp'), 'embed_bias_D': (None,), 'cls_D': (None,), 'pos_TD': (None, 'fsdp'),
     'wq_LDX': (None, 'fsdp', 'tensor'), 'wk_LDX': (None, 'fsdp', 'tensor'), 'wv_LDX': (None, 'fsdp', 'tensor'),
     'wo_LXD': (None, 'tensor', 'fsdp'), 'w_up_LDF': (None, 'fsdp', 'tensor'), 'w_down_LFD': (None, 'tensor', 'fsdp'),
     'q_bias_LX': (None, 'tensor'), 'k_bias_LX': (None, 'tensor'), 'v_bias_LX': (None, 'tensor'),
@@ -433,18 +433,18 @@ def middle(x_BCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 
 
 def train_step(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], state: dict, images_BHWC: torch.Tensor,
-               labels_B: torch.Tensor, lr: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+               labels_B1: torch.Tensor, lr: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """Traces an update; `share` is mixup's. Returns [loss, norm of the gradient, 1 if the update was made] on the device.
 
     The loss is the mean over the global batch, whatever the number of micro-batches. Micro-batch a takes images a,
     a + A, ...: so it has images of each device.
     """
     import torch_xla.core.xla_model as xm
-    B, A = len(labels_B), cfg.accumulate
+    B, A = len(images_BHWC), cfg.accumulate
     loss = torch.zeros((), device=images_BHWC.device)
     for a in range(A):
         some_BHWC = shard(images_BHWC.view(B // A, A, *images_BHWC.shape[1:])[:, a], model.mesh, (BATCH, None, None, None))
-        classes_B = labels_B.view(B // A, A)[:, a].long()
+        classes_B = labels_B1.view(B // A, A)[:, a].long()
         with torch.no_grad():
             targets_BK = F.one_hot(classes_B, cfg.classes).float()
             x_BCHW, targets_BK = augmented(cfg, model.mesh, some_BHWC, targets_BK, share)
@@ -453,8 +453,8 @@ def train_step(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], state:
         part.backward()
         loss = loss + part.detach()
         if a + 1 < A:  # one after the other: else the compiler keeps the activations of several
-            images_BHWC, labels_B = images_BHWC.clone(), labels_B.clone()
-            xm.optimization_barrier_([*(w.grad for w in weights.values()), loss, images_BHWC, labels_B])
+            images_BHWC, labels_B1 = images_BHWC.clone(), labels_B1.clone()
+            xm.optimization_barrier_([*(w.grad for w in weights.values()), loss, images_BHWC, labels_B1])
     with torch.no_grad():
         norm = torch.stack([w.grad.square().sum() for w in weights.values()]).sum().sqrt()
         # Decided in the graph: the loss is read a step late, when the host could no longer stop a bad update.
@@ -466,14 +466,17 @@ def train_step(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], state:
 
 @torch.no_grad()
 def answers(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], images_BHWC: torch.Tensor,
-            labels_B: torch.Tensor) -> torch.Tensor:
+            labels_B1: torch.Tensor) -> torch.Tensor:
     """Of each image [4, B] in float32: -log p(label), how many classes are likelier than the label, the likeliest class
     and its probability. Of a blank one they mean nothing."""
     x_BCHW = middle(images_BHWC.permute(0, 3, 1, 2), (cfg.image_size, cfg.image_size))
     log_p_BK = model(weights, augment.normalize(x_BCHW, *pixel_scale(cfg))).log_softmax(-1)
-    at_label_B1 = log_p_BK.gather(-1, labels_B.clamp(min=0).long()[:, None])
+    labels_B1 = labels_B1.clamp(min=0).long()
+    at_label_B1 = log_p_BK.gather(-1, labels_B1)
     best_B, class_B = log_p_BK.max(-1)
-    rank_B = (log_p_BK > at_label_B1).sum(-1)
+    # Of classes that are equally likely the first one comes first: else a new head, all 0, were right every time.
+    before_BK = torch.arange(cfg.classes, device=log_p_BK.device) < labels_B1
+    rank_B = ((log_p_BK > at_label_B1) | (log_p_BK == at_label_B1) & before_BK).sum(-1)
     return shard(torch.stack([-at_label_B1[:, 0], rank_B.float(), class_B.float(), best_B.exp()]), model.mesh, (None, None))
 
 
@@ -483,10 +486,10 @@ def evaluate(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], source: 
     predicted, confidence and label. None if stopped."""
     import torch_xla
     found, size = [], cfg.global_batch // cfg.accumulate
-    for images_BHWC, labels_B in eval_batches(source, cfg.eval_images, size, rows, to_device):
+    for images_BHWC, labels_B1 in eval_batches(source, cfg.eval_images, size, rows, to_device):
         if asked_to_stop():
             return None
-        found.append(answers(cfg, model, weights, images_BHWC, labels_B))
+        found.append(answers(cfg, model, weights, images_BHWC, labels_B1))
         torch_xla.sync()
     chosen = eval_examples(len(source), cfg.eval_images)
     got = np.concatenate([f.cpu().numpy() for f in found], 1)[:, :len(chosen)]  # behind them the last batch is blank
@@ -609,8 +612,9 @@ def train(cfg: Config, stop: runtime.StopSignal):
             run.say(f'{cfg.data} has no validation images: nothing is evaluated')
 
         def to_device(images_BHWC, labels_B):
+            # As a column: torch_xla 2.9 cannot lay what has one dimension along two axes.
             return [xm.send_cpu_data_to_device([torch.from_numpy(a)], run.device, xs.ShardingSpec(mesh, spec))[0]
-                    for a, spec in ((images_BHWC, (BATCH, None, None, None)), (labels_B, (BATCH,)))]
+                    for a, spec in ((images_BHWC, (BATCH, None, None, None)), (labels_B[:, None], (BATCH, None)))]
 
         def evaluate_and_draw(step: int, record: bool = True) -> bool:
             """Returns False if it was stopped, and then nothing of it is on record: it is owed."""
@@ -641,13 +645,13 @@ def train(cfg: Config, stop: runtime.StopSignal):
         with Loader(source, cfg.global_batch, cfg.seed, run.meta['consumed'], run.rows(cfg.global_batch), to_device,
                     give_up=run.give_up) as loader:
             run.evaluate_first(evaluate_and_draw)
-            for step, (images_BHWC, labels_B) in run.steps(loader):
+            for step, (images_BHWC, labels_B1) in run.steps(loader):
                 lr = lr_at(cfg, step - 1)
                 began = time.perf_counter()
                 # The device's random numbers depend on seed and step alone: nothing in between can shift them.
                 xm.set_rng_state(runtime.seed_of(cfg.seed, step))
                 share = augment.mixup_share(cfg.mixup, runtime.seed_of(cfg.seed, step, 'mixup'))
-                metrics = train_step(cfg, model, weights, state, images_BHWC, labels_B,
+                metrics = train_step(cfg, model, weights, state, images_BHWC, labels_B1,
                                      *(torch.tensor([x]).to(run.device) for x in (lr, share)))
                 traced = time.perf_counter() - began
                 torch_xla.sync()  # here the graph ends, and the device starts on it as soon as it is free
@@ -671,8 +675,8 @@ def step_to_plan(cfg: Config, mesh, device) -> plan.Step:
     check_mesh(cfg, mesh)
     weights, state = build(cfg, mesh, device)
     batch = dict(images_BHWC=torch.zeros((cfg.global_batch, side, side, channels), dtype=torch.uint8, device=device),
-                 labels_B=torch.zeros(cfg.global_batch, dtype=torch.int32, device=device))
-    for t, spec in zip(batch.values(), ((BATCH, None, None, None), (BATCH,))):
+                 labels_B1=torch.zeros((cfg.global_batch, 1), dtype=torch.int32, device=device))
+    for t, spec in zip(batch.values(), ((BATCH, None, None, None), (BATCH, None))):
         xs.mark_sharding(t, mesh, spec)
     (lr, share), model = torch.zeros(2, 1, device=device), ViT(cfg, mesh)
     return plan.Step(weights, state, batch | dict(lr=lr, share=share),
