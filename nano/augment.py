@@ -14,8 +14,10 @@ nothing finer by default.
 Where the first dimension lies along a mesh nothing is sent between chips, if the images on each chip are a multiple of
 `group`: what mixes images or deals out operations does so within groups of images that follow one another.
 
-128 images a chip, of 256 pixels cropped to 224, take 0.6 ms on a v5e by the plan's rules and TODO by the compiler's own
-estimates; a step of ViT-S/16 takes TODO.
+128 images of 256 pixels, with RandAugment and mixup at 224, take a v5e 0.6 ms by the plan's rules, which know of memory
+traffic and matmuls, and 7 ms by the compiler's own estimates (0.7 of it for what is done without augmentation too);
+training ViT-S/16 on them is 3.5 TFLOP, 36 ms at half of the peak. The largest parts are the warps (2.0 ms), shuffling
+(1.1), normalizing (1.3) and equalizing (0.9). The host traces it in 8 ms.
 
 Letters: B images, G groups, R images in a group, C channels, H rows, W columns, h and w those of the result, P = H * W
 pixels, K pixels that an interpolation reads, V values of a pixel, D and E its two digits, n draws, T attempts.
@@ -34,9 +36,10 @@ GREY = 128  # what a warp or a cutout leaves empty, as in big_vision
 
 
 def normalize(x_BCHW: torch.Tensor, mean: tuple, std: tuple, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """(x / 255 - mean) / std for each channel. mean = std = (0.5,) * C is big_vision's value_range(-1, 1)."""
-    mean_C11, std_C11 = (torch.tensor(v, device=x_BCHW.device)[:, None, None] for v in (mean, std))
-    return ((x_BCHW.float() / 255 - mean_C11) / std_C11).to(dtype)
+    """(x / 255 - mean) / std for each channel; mean = std = (0.5,) * C is big_vision's value_range(-1, 1). Computed in
+    `dtype`, for the compiler moves the images to another layout before it would round the result."""
+    mean_C11, std_C11 = (torch.tensor(v, device=x_BCHW.device)[:, None, None] * 255 for v in (mean, std))
+    return (x_BCHW.to(dtype) - mean_C11.to(dtype)) / std_C11.to(dtype)
 
 
 def coin(n: int, device) -> torch.Tensor:
@@ -343,7 +346,7 @@ def traced_once(f: Callable, options: tuple, *inputs: torch.Tensor) -> torch.Ten
         constants = {i: t for i, t in context.device_parameter_id_tensor_mapping().items() if i not in numbers}
         _traced[key] = xb.computation_from_module_proto('once', context.hlo()), numbers, constants
     computation, numbers, constants = _traced[key]
-    given = {i: t.to(inputs[0].device) for i, t in constants.items()} | dict(zip(numbers, inputs))
+    given = constants | dict(zip(numbers, inputs))
     return torch_xla._XLAC._xla_user_computation('nano::once', [given[i] for i in range(len(given))], computation)[0]
 
 
