@@ -424,7 +424,7 @@ def augmented(cfg: Config, mesh, images_BHWC: torch.Tensor, targets_BK: torch.Te
         x_BCHW = augment.randaugment(x_BCHW, n, magnitude, group, dtype)
     if cfg.mixup:
         x_BCHW, targets_BK = augment.mixup(share, x_BCHW, targets_BK, group=group)
-    return augment.normalize(x_BCHW, *pixel_scale(cfg)), targets_BK
+    return augment.normalize(x_BCHW, *pixel_scale(cfg), dtype), targets_BK
 
 
 def middle(x_BCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
@@ -470,7 +470,7 @@ def answers(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], images_BH
     """Of each image [4, B] in float32: -log p(label), how many classes are likelier than the label, the likeliest class
     and its probability. Of a blank one they mean nothing."""
     x_BCHW = middle(images_BHWC.permute(0, 3, 1, 2), (cfg.image_size, cfg.image_size))
-    log_p_BK = model(weights, augment.normalize(x_BCHW, *pixel_scale(cfg))).log_softmax(-1)
+    log_p_BK = model(weights, augment.normalize(x_BCHW, *pixel_scale(cfg), matmul_dtype(cfg))).log_softmax(-1)
     labels_B1 = labels_B1.clamp(min=0).long()
     at_label_B1 = log_p_BK.gather(-1, labels_B1)
     best_B, class_B = log_p_BK.max(-1)
