@@ -75,7 +75,7 @@ def file_sha256(path: str) -> str:
         return hashlib.file_digest(f, 'sha256').hexdigest()
 
 
-def _rename(temp: str, path: str):
+def rename(temp: str, path: str):
     """Renames a file that is already synced, and syncs the folder, so that the name outlives a power cut too."""
     os.replace(temp, path)
     fd = os.open(os.path.dirname(path) or '.', os.O_RDONLY)
@@ -85,14 +85,14 @@ def _rename(temp: str, path: str):
         os.close(fd)
 
 
-def _write_json(path: str, value: Any):
+def write_json(path: str, value: Any):
     text = json.dumps(value, indent=1)
     temp = f'{path}.{os.uname().nodename}.{os.getpid()}.tmp'  # its own name for each host that shares the folder
     with open(temp, 'w', encoding='utf-8') as f:
         f.write(text)
         f.flush()
         os.fsync(f.fileno())
-    _rename(temp, path)
+    rename(temp, path)
 
 
 class ShardWriter:
@@ -165,7 +165,7 @@ class ShardWriter:
         temp, self._file = self._file.name, None
         read_header(temp)  # a write that failed half-way, as on a full disk, shows in the size
         self.entries[-1]['sha256'] = file_sha256(temp)  # read back: the header, known last, is hashed first
-        _rename(temp, temp.removesuffix('.tmp'))
+        rename(temp, temp.removesuffix('.tmp'))
 
 
 def _check_manifest(path: str, m: Any):
@@ -205,26 +205,31 @@ def write_manifest(folder: str, manifest: dict):
     """Writes manifest.json atomically; call it last, when every shard and the tokenizer are in place."""
     path = os.path.join(folder, 'manifest.json')
     _check_manifest(path, manifest)
-    _write_json(path, manifest)
+    write_json(path, manifest)
 
 
 def load_manifest(folder: str) -> dict:
     """Returns the manifest of a folder, its keys and types checked; DataError otherwise."""
+    manifest = read_manifest(folder, 'data/text.py', f', or for shards of other tools: python data/manifest.py {folder}')
+    _check_manifest(os.path.join(folder, 'manifest.json'), manifest)
+    return manifest
+
+
+def read_manifest(folder: str, script: str, or_else: str = '') -> Any:
+    """Returns what manifest.json holds, unchecked; DataError says that `script`, or what else, makes such a folder."""
     path = os.path.join(folder, 'manifest.json')
     if '://' in folder:
-        raise DataError(f'{folder}: token shards are read from a disk of each machine: copy the folder there')
+        raise DataError(f'{folder}: shards are read from a disk of each machine: copy the folder there')
     if not os.path.isdir(folder):
-        raise DataError(f'{folder}: no such folder: prepare data with data/text.py')
+        raise DataError(f'{folder}: no such folder: prepare data with {script}')
     try:
         with open(path, encoding='utf-8') as f:
-            manifest = json.load(f)
+            return json.load(f)
     except FileNotFoundError as e:
-        raise DataError(f'{folder}: has no manifest.json, so its data is not complete: run data/text.py again, or for '
-                        f'shards of other tools: python data/manifest.py {folder}') from e
+        raise DataError(f'{folder}: has no manifest.json, so its data is not complete: run {script} again'
+                        f'{or_else}') from e
     except (OSError, ValueError) as e:
         raise DataError(f'{path}: is not readable JSON ({e}): prepare the data again') from e
-    _check_manifest(path, manifest)
-    return manifest
 
 
 def fingerprint(manifest: dict) -> str:
@@ -274,12 +279,17 @@ def parallel(function: Callable, items: list, what: str, log: Callable[[str], An
 
 
 def verify(folder: str, manifest: dict, splits: list[str], log: Callable[[str], Any] = print):
-    """Checks header, size and sha256 of each shard of `splits`, and the tokenizer's sha256. DataError names the file.
-
-    `.verified.json` remembers name, size, mtime and sha256, so that a restart hashes only what has changed."""
+    """Checks header, size and sha256 of each shard of `splits`, and the tokenizer's sha256. DataError names the file."""
     wanted = {s['file']: s['sha256'] for split in splits for s in _check_shards(folder, manifest, split)}
     if manifest['tokenizer']:
         wanted[manifest['tokenizer']['file']] = manifest['tokenizer']['sha256']
+    verify_files(folder, wanted, log)
+
+
+def verify_files(folder: str, wanted: dict[str, str], log: Callable[[str], Any] = print):
+    """Checks the sha256 of each file of a folder, {name: sha256}. DataError names the one that differs.
+
+    `.verified.json` remembers name, size, mtime and sha256, so that a restart hashes only what has changed."""
     memo_path = os.path.join(folder, '.verified.json')
     try:
         with open(memo_path, encoding='utf-8') as f:
@@ -303,7 +313,7 @@ def verify(folder: str, manifest: dict, splits: list[str], log: Callable[[str], 
     known = {**memo, **dict(parallel(check, list(wanted), f'{folder}: verifying checksums', log))}
     if known != memo:
         with contextlib.suppress(OSError):  # a read-only folder is hashed at each start
-            _write_json(memo_path, known)
+            write_json(memo_path, known)
 
 
 class Windows:
