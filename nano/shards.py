@@ -210,7 +210,8 @@ def write_manifest(folder: str, manifest: dict):
 
 def load_manifest(folder: str) -> dict:
     """Returns the manifest of a folder, its keys and types checked; DataError otherwise."""
-    manifest = read_manifest(folder, 'data/text.py', f', or for shards of other tools: python data/manifest.py {folder}')
+    manifest = read_manifest(folder, 'data/text.py',
+                             f', or for shards of other tools: python data/manifest.py {folder}')
     _check_manifest(os.path.join(folder, 'manifest.json'), manifest)
     return manifest
 
@@ -279,7 +280,7 @@ def parallel(function: Callable, items: list, what: str, log: Callable[[str], An
 
 
 def verify(folder: str, manifest: dict, splits: list[str], log: Callable[[str], Any] = print):
-    """Checks header, size and sha256 of each shard of `splits`, and the tokenizer's sha256. DataError names the file."""
+    """Checks header, size and sha256 of each shard of `splits`, and the tokenizer's. DataError names the file."""
     wanted = {s['file']: s['sha256'] for split in splits for s in _check_shards(folder, manifest, split)}
     if manifest['tokenizer']:
         wanted[manifest['tokenizer']['file']] = manifest['tokenizer']['sha256']
