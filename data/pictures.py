@@ -97,17 +97,19 @@ def shown(name: str) -> str:
 
 
 def held_out(splits: set[str | None], where: str) -> dict[str | None, str]:
-    """{split that the input names: split of the shards}: val is what is held out, or test if there is no val."""
-    if None in splits and 'train' in splits or not splits & {None, 'train'}:
+    """{split that the input names: split of the shards}: val is what is held out, or test if there is no val.
+
+    '' where names say only one thing, be it test: then it is the hash that decides."""
+    if None in splits and 'train' in splits or splits == {'val', 'test'}:
         found = ', '.join(sorted(s or 'none of train, val, test' for s in splits))
         raise DataError(f'{where}: it is not clear what to train on: names say {found}; name every file, or its '
                         'folder, with train, val or test, or none')
+    if len(splits) == 1:
+        return {splits.pop(): ''}
     if {'val', 'test'} <= splits:
         print(f'{where}: the test split is left out; val is what is held out', flush=True)
         return {'train': 'train', None: 'train', 'val': 'val'}
-    either = splits & {'val', 'test'}
-    train = 'train' if either else ''
-    return {'train': train, None: train} | {s: 'val' for s in either}
+    return {'train': 'train', None: 'train', 'val': 'val', 'test': 'val'}
 
 
 def with_splits(files: list[str]) -> list[tuple[str, str]]:
