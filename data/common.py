@@ -197,6 +197,9 @@ def run(main: Callable[[], int]):
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     code = main()
     if code:  # at once: the threads of a broken pool may wait for ever (python/cpython#94777, Python before 3.11.4)
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join(1)  # one that is letting go of a semaphore: else "leaked semaphore objects" is said
         multiprocessing.util._run_finalizers(0)  # semaphores; with less than 0 it would join those threads
         sys.stdout.flush()
         sys.stderr.flush()

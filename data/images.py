@@ -84,9 +84,9 @@ def pack(folder: str, split: str, index: int, items: list[tuple], how: dict) -> 
                 broken.append((name, ' '.join((why or type(e).__name__).split())[:200]))
             else:
                 counts[label] += 1
-                values = image_HWC.reshape(-1, channels).astype(np.uint32)
-                sums += values.sum(0, np.int64)
-                squares += (values * values).sum(0, np.int64)
+                values = np.ascontiguousarray(image_HWC.reshape(-1, channels).T).astype(np.int64)
+                sums += values.sum(1)
+                squares += np.einsum('cn,cn->c', values, values)  # channels first: 0.2 ms, where last would take 5
                 yield image_HWC, label
             with seen.get_lock():
                 seen.value += 1
@@ -120,7 +120,7 @@ class Splits:
         self.highest: dict[int, int] = {}  # class: of its hashes
         self.notes: dict = {}
         self.n, self.largest = 0, -1
-        for item in source.items(self.notes):
+        for item in tqdm(source.items(self.notes), 'finding', unit=' images', disable=None):
             if not self.has_label(item):
                 note(self.notes, 'pictures without a label, left out', item.name)
                 continue
@@ -275,8 +275,8 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     if args.labels is not None:
         args.labels = (pictures.read_names(args.labels) if os.path.isfile(args.labels)
                        else [name.strip() for name in args.labels.split(',')])
-        if not all(args.labels) or len(set(args.labels)) != len(args.labels):
-            raise DataError('--labels: has an empty name, or one twice')
+        if not args.labels or not all(args.labels):
+            raise DataError('--labels: has an empty name')
     args.workers = args.workers or len(os.sched_getaffinity(0))
     args.key = str(args.seed).encode()[:64]
     return args

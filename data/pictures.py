@@ -277,7 +277,7 @@ def parquet(files: list[tuple[str, str]], image_field: str | None, label_field: 
             features = json.loads(schema.metadata[b'huggingface'])['info']['features']
         except (KeyError, TypeError, ValueError):
             features = {}
-        named = {n: f['names'] for n, f in features.items() if isinstance(f, dict) and f.get('names')}
+        named = {n: [str(name) or '?' for name in f['names']] for n, f in features.items() if isinstance(f, dict) and f.get('names')}
         chosen = []
         for field, found, option in ((image_field, images, '--image_field'),
                                      (label_field, [n for n in numbers if n in named] or

@@ -176,8 +176,8 @@ def _check_manifest(path: str, m: Any):
     image, classes = m['image'], m['classes']
     need(isinstance(image, list) and len(image) == 3 and all(map(whole, image)) and image[2] in (1, 3),
          f'image is {image!r}, expected [H, W, C] with C 1 or 3')
-    need(isinstance(classes, list) and classes and all(isinstance(c, str) for c in classes)
-         and len(set(classes)) == len(classes), 'classes is not a list of different names')
+    need(isinstance(classes, list) and classes and all(isinstance(c, str) and c for c in classes),
+         'classes is not a list of names')
     for name in ('mean', 'std'):
         need(isinstance(m[name], list) and len(m[name]) == image[2]
              and all(type(v) in (int, float) and 0 <= v <= 1 for v in m[name]),
