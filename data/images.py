@@ -183,6 +183,9 @@ def build(args: argparse.Namespace, wanted: dict, tmp: str, pool: ProcessPoolExe
         print(f'{what}: {times:,} (first: {where})', flush=True)
     if not splits.n:
         raise DataError(f'{source.what}: no picture with a label' + (', see above' if splits.notes else ''))
+    if not source.classes and splits.largest >= splits.n:
+        raise DataError(f'{source.what}: labels go up to {splits.largest:,}, but there are {splits.n:,} pictures: '
+                        'these numbers are no classes (choose others with --label_field)')
     classes = source.classes or [str(i) for i in range(splits.largest + 1)]
     shard_images = args.shard_images or max(1, min(SHARD_IMAGES, SHARD_BYTES // int(np.prod(shape))))
 

@@ -1,4 +1,5 @@
 """What data/images.py reads: which pictures there are, where their bytes lie, and how these become pixels."""
+import contextlib
 import functools
 import glob
 import gzip
@@ -21,6 +22,8 @@ from nano.shards import DataError
 FORMATS = {'JPEG': '.jpg .jpeg', 'PNG': '.png', 'WEBP': '.webp', 'BMP': '.bmp', 'GIF': '.gif', 'TIFF': '.tif .tiff',
            'PPM': '.ppm .pgm .pbm', 'JPEG2000': '.jp2', 'AVIF': '.avif'}  # Pillow knows more, some by calling programs
 SUFFIXES = tuple(' '.join(FORMATS.values()).split())
+# EXIF's orientation (tag 274) -> what makes the picture upright, a value of Pillow's Image.Transpose.
+TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 SPLITS = {'train': 'train', 'training': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'dev': 'val',
           'test': 'test', 'testing': 'test'}  # words in names of files and folders
 CIFAR10 = 'airplane automobile bird cat deer dog frog horse ship truck'.split()
@@ -66,10 +69,14 @@ def open_source(inputs: list[str], image_field: str | None, label_field: str | N
         if 'data_batch_1' in names:
             raise DataError(f'{path}: is CIFAR in Python\'s pickles, which can run programs: take the binary version '
                             '(cifar-10-binary.tar.gz or cifar-100-binary.tar.gz)')
-        shards = [] if found or cifar else sorted(
-            os.path.join(folder, n) for folder, _, below in os.walk(path, onerror=unreadable) for n in below
-            if n.endswith(('.parquet', '.tar')) and not n.startswith('.'))
-        files += shards
+        shards, beside = [], ''
+        for folder, _, below in os.walk(path, onerror=unreadable) if not found and not cifar else ():
+            shards += [os.path.join(folder, n) for n in below if n.endswith(('.parquet', '.tar')) and n[0] != '.']
+            beside = beside or next((os.path.join(folder, n) for n in below if n.lower().endswith(SUFFIXES)), '')
+        if shards and beside:
+            raise DataError(f'{path}: holds {shards[0]}, but also {shown(beside)}: name the files or the folder that '
+                            'is meant')
+        files += sorted(shards)
         if not shards:
             if len(inputs) > 1:
                 raise DataError(f'{path}: several inputs must all be .parquet files, or all .tar files, or folders '
@@ -277,7 +284,8 @@ def parquet(files: list[tuple[str, str]], image_field: str | None, label_field: 
             features = json.loads(schema.metadata[b'huggingface'])['info']['features']
         except (KeyError, TypeError, ValueError):
             features = {}
-        named = {n: [str(name) or '?' for name in f['names']] for n, f in features.items() if isinstance(f, dict) and f.get('names')}
+        named = {n: [str(name) or '?' for name in f['names']] for n, f in features.items()
+                 if isinstance(f, dict) and f.get('names')}
         chosen = []
         for field, found, option in ((image_field, images, '--image_field'),
                                      (label_field, [n for n in numbers if n in named] or
@@ -485,10 +493,12 @@ class Rows:
 
 def decode(raw: bytes, size: int, grey: bool) -> np.ndarray:
     """An encoded picture -> uint8 [size, size, C], by the rules at the top of images.py. Raises what Pillow does."""
-    from PIL import Image, ImageOps
+    from PIL import Image
     with Image.open(io.BytesIO(raw), formats=list(FORMATS)) as image:
         image.draft(image.mode, (2 * size, 2 * size))  # JPEG's cheap half, quarter or eighth; not smaller than this
-        image = ImageOps.exif_transpose(image)
+        image.load()
+        with contextlib.suppress(Exception):  # EXIF that is damaged says nothing, and the picture is good without
+            image = image.transpose(TURNS[image.getexif()[0x0112]])
         if image.mode == 'I' or image.mode.startswith('I;16'):
             values = np.asarray(image)
             if values.min() < 0 or values.max() > 65535:
