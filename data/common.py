@@ -117,6 +117,11 @@ def locked(tmp: str) -> Iterator[None]:
         os.close(fd)
 
 
+# Threads of a pool that failed. Who holds a semaphore last unlinks it, and a thread may do so even after join(): if the
+# process ends just then, Python says that it leaked. Kept here, they are left to run().
+kept: list = []
+
+
 def make(args: argparse.Namespace, wanted: dict, kind: str, names: str, load: Callable[[str], dict],
          damaged: Callable[[str, dict], str | None], build: Callable[[str, ProcessPoolExecutor], Any],
          start: Callable = start_worker, shared: tuple = ()):
@@ -165,6 +170,7 @@ def make(args: argparse.Namespace, wanted: dict, kind: str, names: str, load: Ca
             try:
                 build(out + '.tmp', pool)
             except BaseException:
+                kept.extend(threading.enumerate())
                 pool.shutdown(wait=False, cancel_futures=True)
                 for worker in multiprocessing.active_children():
                     worker.kill()
@@ -197,9 +203,6 @@ def run(main: Callable[[], int]):
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     code = main()
     if code:  # at once: the threads of a broken pool may wait for ever (python/cpython#94777, Python before 3.11.4)
-        for thread in threading.enumerate():
-            if thread is not threading.main_thread() and not thread.daemon:
-                thread.join(1)  # one that is letting go of a semaphore: else "leaked semaphore objects" is said
         multiprocessing.util._run_finalizers(0)  # semaphores; with less than 0 it would join those threads
         sys.stdout.flush()
         sys.stderr.flush()

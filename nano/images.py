@@ -10,7 +10,7 @@ presence means complete. Anyone can open them with np.load(FILE, mmap_mode='r'):
                               "labels": {"file", "sha256"}}], "source": {...}}
 
 mean and std are of all pixels of the train split, each channel by itself, with 255 as 1. The files are in the order of
-the input; it is the loader that shuffles (nano/shards.py). Random crops and flips are for the device: store pictures
+the input; it is the loader that shuffles (nano/loader.py). Random crops and flips are for the device: store pictures
 larger than they are trained, and cut there.
 """
 import contextlib

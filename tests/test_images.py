@@ -27,6 +27,7 @@ import images as script  # noqa: E402
 import pictures  # noqa: E402
 from nano import images as shards  # noqa: E402
 from nano.images import Images, fingerprint, load_manifest, verify, write_manifest, write_shard  # noqa: E402
+from nano.loader import Loader, eval_batches  # noqa: E402
 from nano.shards import IGNORE, DataError, file_sha256  # noqa: E402
 
 SCRIPT = os.path.join(ROOT, 'data', 'images.py')
@@ -117,6 +118,21 @@ def test_reader_against_plain_arrays(tmp_path, seed, monkeypatch, shape, per_sha
     zeros, ignored = ours.blank(3)
     assert zeros.shape == (3, *shape) and zeros.dtype == np.uint8 and not zeros.any()
     assert ignored.tolist() == [IGNORE] * 3 and ignored.dtype == np.int32
+
+
+def test_the_loader_gives_each_image_once_an_epoch(tmp_path, seed):
+    images, labels = small_set(tmp_path, random.Random(seed))
+    ours, found = Images(str(tmp_path), 'train'), []
+    with Loader(ours, 4, seed) as loader:
+        for _ in range(23):  # four epochs
+            x_NHWC, y_N = next(loader)
+            found += [(x.tobytes(), int(y)) for x, y in zip(x_NHWC, y_N)]
+    whole = sorted((x.tobytes(), int(y)) for x, y in zip(images, labels))
+    for epoch in range(4):
+        assert sorted(found[epoch * 23:epoch * 23 + 23]) == whole
+    batches = list(eval_batches(ours, 0, 10))
+    assert len(batches) == 3 and batches[2][1].tolist() == labels[20:].tolist() + [IGNORE] * 7
+    assert (np.concatenate([x for x, _ in batches])[:23] == images).all() and not batches[2][0][3:].any()
 
 
 def test_reader_takes_no_memory_and_few_descriptors(tmp_path):

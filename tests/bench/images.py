@@ -19,7 +19,7 @@ from PIL import Image
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path[:0] = [ROOT, os.path.join(ROOT, 'data')]
 from nano.images import Images  # noqa: E402
-from nano.shards import window_at  # noqa: E402
+from nano.loader import example_at  # noqa: E402
 
 N, SIZE = 1000, 224
 
@@ -71,7 +71,7 @@ def main():
 
         def read(batch):
             nonlocal position
-            images.read(window_at(position + np.arange(batch), len(images), 0))
+            images.read(example_at(position + np.arange(batch), len(images), 0))
             position += batch
             return batch
 
