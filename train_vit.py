@@ -50,7 +50,7 @@ class Config:
     width: int = 128  # D
     heads: int = 2  # N
     mlp_width: int = 512  # F
-    patch: int = 4  # pixels of a patch's side
+    patch: int = 7  # pixels of a patch's side
     image_size: int = 0  # pixels of the square that the model sees; 0 is that of the data
     channels: int = 0  # C; 0 is those of the data
     classes: int = 0  # K; 0 is those of the data

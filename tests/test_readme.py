@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from nano import shards
+from nano import images, shards
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
@@ -20,6 +21,10 @@ COMMANDS = [shlex.split(line, comments=True)[2:] for block in re.findall(r'```ba
             for line in block.splitlines() if line.startswith('bash launch.sh')]
 SMALL = '''--layers 1 --width 32 --heads 2 --kv_heads 1 --head_size 16 --mlp_width 32 --seq_len 32 --global_batch 4 --accumulate 1
 --eval_windows 4 --sample_tokens 20 --save_every 0 --warmup 2 --lr 0.01'''.split()
+
+
+SMALL_VIT = '''--layers 1 --width 32 --heads 2 --mlp_width 32 --patch 8 --image_size 24 --global_batch 8 --warmup 2 --save_every 0
+--lr 0.01'''.split()
 
 
 @pytest.fixture(scope='module')
@@ -43,8 +48,26 @@ def checkout(corpus, tmp_path_factory):
         shutil.copy(library / f'{name}.py', here / 'books' / f'{name}.txt')
     shutil.copy(ROOT / 'README.md', here / 'notes.md')
     make_foreign_shards(here)
+    make_pictures(here)
     make_model(here)
     return here
+
+
+def make_pictures(here):
+    """flowers/ and imagenet/, and the image shards that train_vit.py makes by default."""
+    rng = np.random.default_rng(0)
+    for folder, n in (('flowers', 12), ('imagenet/train', 6), ('imagenet/val', 2)):
+        for name in ('rose', 'tulip'):
+            (here / folder / name).mkdir(parents=True)
+            for i in range(n):
+                pixels = rng.integers(256, size=(30, 40, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(here / folder / name / f'{i}.jpg')
+    grey = ((pixels[:28, :28, :1], k % 10) for k in range(20))
+    entries = [images.write_shard(str(here / 'data/shards/images'), split, 0, (28, 28, 1), grey if split == 'train' else
+                                  [(pixels[:28, :28, 1:2], k) for k in range(10)]) for split in ('train', 'val')]
+    images.write_manifest(str(here / 'data/shards/images'), dict(
+        format=1, kind='images', image=[28, 28, 1], classes=list('abcdefghij'), mean=[.5], std=[.3], resize='none',
+        shards=entries, source={}))
 
 
 def make_model(here):
@@ -96,7 +119,8 @@ def test_commands_are_found():
 def test_the_commands(checkout):
     """Those that make data first. The options of a small model come last and win."""
     done = []
-    for args in sorted(COMMANDS, key=lambda args: ('--export' in args, not ' '.join(args).startswith('data/'))):
+    for args in sorted(COMMANDS, key=lambda args: ('hf/flowers' in ' '.join(args), '--export' in args, '--init_from' in args,
+                                                        not ' '.join(args).startswith('data/'))):
         if args[:1] == ['test']:  # pytest within pytest: that these tests are found is enough
             found = launch(checkout, *args, '--collect-only', '-q', *([] if 'tests' in ' '.join(args) else ['tests']))
             assert re.search(r'tests? collected|/[0-9]+ tests collected', found.stdout)
@@ -105,10 +129,14 @@ def test_the_commands(checkout):
             assert '--seq_len int' in found.stdout and '124m' in found.stdout
         elif '--export' in args:
             found = launch(checkout, *args)
-            assert 'wrote hf/mine' in found.stdout
+            assert f'wrote {args[-1]}' in found.stdout
         elif '--plan' in args:
             found = launch(checkout, *args, *SMALL, '--seq_len', 128, '--global_batch', 16)
             assert 'PREDICTED for v5e-16' in found.stdout and 'MFU' in found.stdout
+        elif args[:1] == ['train_vit.py']:
+            small = SMALL_VIT[SMALL_VIT.index('--global_batch'):] if '--init_from' in args else SMALL_VIT
+            found = launch(checkout, *args, *small, '--steps', 2)
+            assert 'step 2: validation loss' in found.stdout and 'step 2: wrote' in found.stdout
         elif args[:1] == ['train_gpt.py']:
             small = SMALL[SMALL.index('--seq_len'):] if '--init_from' in args else SMALL
             found = launch(checkout, *args, *small, '--steps', 2)
