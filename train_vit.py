@@ -12,7 +12,7 @@ Read it top to bottom, or by its differences to train_gpt.py: options, model, sh
 augmentation, evaluation, the loop.
 
 Letters in names are dimensions: B images, H and W their pixels, C their channels, T patches (one more with --pool cls),
-E pixels of a patch times channels, D width, F hidden width of the MLP, L layers, N heads, A size of a head, X = N * A,
+R = B * T rows, E pixels of a patch times channels, D width, F hidden width of the MLP, L layers, N heads, A size of a head, X = N * A,
 K classes.
 """
 import math
@@ -208,7 +208,7 @@ class ViT:
     def __init__(self, cfg: Config, mesh=None):
         self.cfg, self.mesh = cfg, mesh
         # One object each for ever: scan caches what it traced by them.
-        self.run_layer, self.remat = partial(layer, cfg, mesh), []
+        self.run_layer, self.remat = {}, []
         if REMAT[cfg.remat] is not None:
             from nano.scan import keep
             self.remat = [keep(*REMAT[cfg.remat])]
@@ -218,48 +218,54 @@ class ViT:
         cfg = self.cfg
         B, C, H, W = images_BCHW.shape
         h, w = H // cfg.patch, W // cfg.patch
-        patches_BTE = images_BCHW.view(B, C, h, cfg.patch, w, cfg.patch).permute(0, 2, 4, 1, 3, 5).reshape(B, h * w, -1)
-        x_BTD = linear(patches_BTE.to(matmul_dtype(cfg)), weights['embed_ED'], weights['embed_bias_D'])
-        x_BTD = x_BTD + position_table(cfg, weights.get('pos_TD'), h, x_BTD.device).to(x_BTD.dtype)
+        patches_RE = images_BCHW.view(B, C, h, cfg.patch, w, cfg.patch).permute(0, 2, 4, 1, 3, 5).reshape(B * h * w, -1)
+        x_RD = linear(patches_RE.to(matmul_dtype(cfg)), weights['embed_ED'], weights['embed_bias_D'])
+        x_BTD = x_RD.view(B, h * w, -1) + position_table(cfg, weights.get('pos_TD'), h, x_RD.device).to(x_RD.dtype)
         if cfg.pool == 'cls':
             x_BTD = torch.cat((weights['cls_D'].to(x_BTD.dtype).expand(B, 1, -1), x_BTD), 1)
-        x_BTD = shard(x_BTD, self.mesh, (BATCH, None, None))
+        T = x_BTD.shape[1]
+        x_RD = shard(x_BTD.reshape(B * T, -1), self.mesh, (BATCH, None))
         stacked = {name: t for name, t in weights.items() if '_L' in name}
         if training and cfg.drop_path:
             # Made out here because a mask made in the scanned layer would be the same one in each.
-            rate_L1 = torch.arange(cfg.layers, device=x_BTD.device)[:, None] * (cfg.drop_path / max(1, cfg.layers - 1))
-            for name in ('keep_attn_LB', 'keep_mlp_LB'):
-                kept_LB = torch.rand((cfg.layers, B), device=x_BTD.device) >= rate_L1
-                stacked[name] = shard((kept_LB / (1 - rate_L1)).to(x_BTD.dtype), self.mesh, (None, BATCH))
+            rate_L1 = torch.arange(cfg.layers, device=x_RD.device)[:, None] * (cfg.drop_path / max(1, cfg.layers - 1))
+            for name in ('keep_attn_LR', 'keep_mlp_LR'):
+                kept_LB = torch.rand((cfg.layers, B), device=x_RD.device) >= rate_L1
+                kept_LR = (kept_LB / (1 - rate_L1)).to(x_RD.dtype).repeat_interleave(T, 1)
+                stacked[name] = shard(kept_LR, self.mesh, (None, BATCH))
+        run_layer = self.run_layer[T] = self.run_layer.get(T) or partial(layer, cfg, self.mesh, T)
         if cfg.scan:
             from nano.scan import scan
-            x_BTD = scan(self.run_layer, x_BTD, stacked, *self.remat)
+            x_RD = scan(run_layer, x_RD, stacked, *self.remat)
         else:
             for one in zip(*(t.unbind() for t in stacked.values())):
-                x_BTD = self.run_layer(x_BTD, dict(zip(stacked, one)))
-        x_BTD = layer_norm(x_BTD, weights['final_norm_D'], weights['final_norm_bias_D'], cfg.norm_eps).float()
+                x_RD = run_layer(x_RD, dict(zip(stacked, one)))
+        x_RD = layer_norm(x_RD, weights['final_norm_D'], weights['final_norm_bias_D'], cfg.norm_eps).float()
+        x_BTD = x_RD.view(B, T, -1)
         x_BD = x_BTD[:, 0] if cfg.pool == 'cls' else x_BTD.mean(1)
         return linear(x_BD.to(matmul_dtype(cfg)), weights['head_DK'], weights['head_bias_K']).float()
 
 
-def layer(cfg: Config, mesh, x_BTD: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
-    """One layer: attention and MLP, each added to the stream. `w` holds this layer's slices of the stacked weights."""
-    B, T, _ = x_BTD.shape
-    N, A = cfg.heads, cfg.width // cfg.heads
+def layer(cfg: Config, mesh, T: int, x_RD: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
+    """One layer: attention and MLP, each added to the stream. `w` holds this layer's slices of the stacked weights.
+
+    The stream is a matrix, all patches of all images: a TPU keeps arrays in tiles of 8 or 16 rows, into which 196 patches
+    do not fit, and would copy between [B, T, D] and the matrix that each matmul wants."""
+    B, N, A = len(x_RD) // T, cfg.heads, cfg.width // cfg.heads
     # Said here, inside the loop over layers, for the slices and above all for their gradients.
     w = {name: shard(t, mesh, SHARDING[name][1:]) if name in SHARDING else t for name, t in w.items()}
-    h_BTD = layer_norm(x_BTD, w['attn_norm_LD'], w['attn_norm_bias_LD'], cfg.norm_eps)
-    q_BNTA, k_BNTA, v_BNTA = (linear(h_BTD, w[f'w{x}_LDX'], w[f'{x}_bias_LX']).view(B, T, N, A).transpose(1, 2)
+    h_RD = layer_norm(x_RD, w['attn_norm_LD'], w['attn_norm_bias_LD'], cfg.norm_eps)
+    q_BNTA, k_BNTA, v_BNTA = (linear(h_RD, w[f'w{x}_LDX'], w[f'{x}_bias_LX']).view(B, T, N, A).transpose(1, 2)
                               for x in 'qkv')
     # Every patch sees every other: with 196 of them the scores are small, and plain matmuls and a softmax will do.
-    att_BNTT = ((q_BNTA * A ** -0.5) @ k_BNTA.transpose(2, 3)).float().softmax(-1).to(x_BTD.dtype)
-    a_BTX = (att_BNTT @ v_BNTA).transpose(1, 2).reshape(B, T, -1)
-    a_BTD = linear(a_BTX, w['wo_LXD'], w['o_bias_LD'])
-    x_BTD = x_BTD + (a_BTD * w['keep_attn_LB'][:, None, None] if 'keep_attn_LB' in w else a_BTD)
-    h_BTD = layer_norm(x_BTD, w['mlp_norm_LD'], w['mlp_norm_bias_LD'], cfg.norm_eps)
-    m_BTD = linear(F.gelu(linear(h_BTD, w['w_up_LDF'], w['up_bias_LF'])), w['w_down_LFD'], w['down_bias_LD'])
-    x_BTD = x_BTD + (m_BTD * w['keep_mlp_LB'][:, None, None] if 'keep_mlp_LB' in w else m_BTD)
-    return shard(x_BTD, mesh, (BATCH, None, None))
+    att_BNTT = ((q_BNTA * A ** -0.5) @ k_BNTA.transpose(2, 3)).float().softmax(-1).to(x_RD.dtype)
+    a_RX = (att_BNTT @ v_BNTA).transpose(1, 2).reshape(B * T, -1)
+    a_RD = linear(a_RX, w['wo_LXD'], w['o_bias_LD'])
+    x_RD = x_RD + (a_RD * w['keep_attn_LR'][:, None] if 'keep_attn_LR' in w else a_RD)
+    h_RD = layer_norm(x_RD, w['mlp_norm_LD'], w['mlp_norm_bias_LD'], cfg.norm_eps)
+    m_RD = linear(F.gelu(linear(h_RD, w['w_up_LDF'], w['up_bias_LF'])), w['w_down_LFD'], w['down_bias_LD'])
+    x_RD = x_RD + (m_RD * w['keep_mlp_LR'][:, None] if 'keep_mlp_LR' in w else m_RD)
+    return shard(x_RD, mesh, (BATCH, None))
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -119,8 +119,8 @@ def test_commands_are_found():
 def test_the_commands(checkout):
     """Those that make data first. The options of a small model come last and win."""
     done = []
-    for args in sorted(COMMANDS, key=lambda args: ('hf/flowers' in ' '.join(args), '--export' in args, '--init_from' in args,
-                                                        not ' '.join(args).startswith('data/'))):
+    for args in sorted(COMMANDS, key=lambda args: ('hf/flowers' in args and '--init_from' in args, '--export' in args,
+                                                   not ' '.join(args).startswith('data/'))):
         if args[:1] == ['test']:  # pytest within pytest: that these tests are found is enough
             found = launch(checkout, *args, '--collect-only', '-q', *([] if 'tests' in ' '.join(args) else ['tests']))
             assert re.search(r'tests? collected|/[0-9]+ tests collected', found.stdout)

@@ -251,9 +251,11 @@ def test_stochastic_depth_leaves_out_by_depth(seed, monkeypatch):
     cfg = replace(SMALL, layers=3, drop_path=0.6, scan=False)
     masks = []
 
-    def layer(cfg, mesh, x_BTD, w):
-        masks.append((w['keep_attn_LB'], w['keep_mlp_LB']))
-        return x_BTD
+    def layer(cfg, mesh, T, x_RD, w):
+        kept = [w[f'keep_{name}_LR'].view(-1, T) for name in ('attn', 'mlp')]
+        assert all((k == k[:, :1]).all() for k in kept)  # of an image all patches or none
+        masks.append([k[:, 0] for k in kept])
+        return x_RD
     monkeypatch.setattr(train_vit, 'layer', layer)
     model, weights = train_vit.ViT(cfg), make_weights(cfg, 0)
     for _ in range(60):
