@@ -139,6 +139,31 @@ def test_all_to_all_passes_the_links_between(seed):
             max(load.values()) / (hlo.LINK_SHARE * 45))
 
 
+NESTED = '''HloModule m
+%inner (p: bf16[12,1024,512], i: s32[]) -> bf16[1,1024,512] {
+  %p = bf16[12,1024,512]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %i = s32[]{:T(128)} parameter(1)
+  ROOT %part = bf16[1,1024,512]{2,1,0:T(8,128)(2,1)} dynamic-slice(%p, %i, %i, %i), dynamic_slice_sizes={1,1024,512}
+}
+%outer (q: bf16[12,1024,512], j: s32[]) -> bf16[1,1024,512] {
+  %q = bf16[12,1024,512]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %j = s32[]{:T(128)} parameter(1)
+  %f = bf16[1,1024,512]{2,1,0:T(8,128)(2,1)} fusion(%q, %j), kind=kLoop, calls=%inner
+  ROOT %y = bf16[1,1024,512]{2,1,0:T(8,128)(2,1)} negate(%f)
+}
+ENTRY %main (a: bf16[12,1024,512], k: s32[]) -> bf16[1,1024,512] {
+  %a = bf16[12,1024,512]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %k = s32[]{:T(128)} parameter(1)
+  ROOT %g = bf16[1,1024,512]{2,1,0:T(8,128)(2,1)} fusion(%a, %k), kind=kLoop, calls=%outer
+}
+'''
+
+
+def test_of_what_a_fusion_within_a_fusion_slices_the_slice_is_read():
+    found, _ = cost(NESTED)
+    assert found.hbm_bytes == pytest.approx(2 * 1024 * 512 * 2, rel=1e-3)
+
+
 OVERLAP = '''HloModule m
 ENTRY %main (a: bf16[1024,1024]) -> bf16[4096,1024] {
   %a = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(0)

@@ -320,13 +320,7 @@ class Program:
             inside = parameters.get(number)
             users = [u for u in where.instructions if inside in u.operands] if inside else [i]
             if users and n_bytes:
-                name = inside or name
-                if all(u.op in COLLECTIVES or u.op == 'tuple' for u in users):
-                    n_bytes = 0.
-                elif all(u.op in ('dynamic-slice', 'slice', 'gather') for u in users):
-                    n_bytes = min(n_bytes, sum(u.results[0].bytes for u in users))
-                elif all(u.op == 'dynamic-update-slice' and u.operands[0] == name for u in users):
-                    n_bytes = 0.  # written in place
+                n_bytes = min(n_bytes, sum(self._reads(u, inside or name, n_bytes) for u in users))
             total += n_bytes
         results = [i]  # what makes each of the arrays that are written
         if where is not computation:
@@ -339,6 +333,18 @@ class Program:
             update = maker.op == 'dynamic-update-slice'
             total += where.by_name[maker.operands[1]].results[0].bytes if update else array.bytes
         return total
+
+    def _reads(self, user: Instruction, name: str, n_bytes: float) -> float:
+        """Bytes of the array `name`, of which it has `n_bytes`, that an instruction within a fusion reads."""
+        if user.op in COLLECTIVES or user.op == 'tuple' or user.op == 'dynamic-update-slice' and user.operands[0] == name:
+            return 0.  # handed on, or written in place
+        if user.op in ('dynamic-slice', 'slice', 'gather'):
+            return user.results[0].bytes
+        if user.op == 'fusion':
+            where = self.computations[user.calls].instructions
+            inside = [p.name for p in where if p.op == 'parameter' and user.operands[int(p.operands[0])] == name]
+            return sum(self._reads(u, p, n_bytes) for p in inside for u in where if p in u.operands)
+        return n_bytes
 
     def trips(self, i: Instruction, computation: Computation) -> int:
         """How often a loop's body runs: from its condition `counter < limit`, its start and its increment."""
