@@ -414,6 +414,7 @@ def test_a_run_goes_on_bit_for_bit(whole_run, image_set, tmp_path):
     assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
+@pytest.mark.slow
 def test_it_learns(image_set, tmp_path):
     """The place of a bar, without augmentation: each of 7 classes in 400 steps."""
     code, stdout, stderr = run(tmp_path, image_set, '--steps', 400, '--lr', 5e-3, '--crop', 'none', '--flip', 'false', '--randaugment', '',
