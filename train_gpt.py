@@ -553,10 +553,10 @@ def huggingface_reader(cfg: Config, tokenizer: str | None) -> hf.Reader:
 HUGGINGFACE = resume.Foreign(hf.is_folder, lambda folder, o: hf.options(folder, o['seq_len']), huggingface_reader)
 
 
-
 def main(argv: list[str] | None = None):
     try:
-        cfg, planning = config.parse(Config, PRESETS, argv, __doc__, partial(resume.options_of_source, shape=SHAPE, foreign=HUGGINGFACE),
+        brought = partial(resume.options_of_source, shape=SHAPE, foreign=HUGGINGFACE)
+        cfg, planning = config.parse(Config, PRESETS, argv, __doc__, brought,
                                      ('out', 'data', 'init_from', 'export'), plan.Options)
         check(cfg)
         if plan.asked(planning):
@@ -594,7 +594,8 @@ def train(cfg: Config, stop: runtime.StopSignal):
     mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
     row_shards = check_mesh(cfg, mesh)
     tokens_per_step = cfg.global_batch * cfg.seq_len
-    with Run(cfg, rt, mesh, start, stop, data, 'tokens', tokens_per_step, flops_per_token(cfg) * tokens_per_step) as run:
+    flops = flops_per_token(cfg) * tokens_per_step
+    with Run(cfg, rt, mesh, start, stop, data, 'tokens', tokens_per_step, flops) as run:
         splits = {s['split'] for s in manifest['shards'] if s['tokens'] > 1}
         shards.verify(cfg.data, manifest, sorted(splits & {'train', 'val'}), run.say)
         if rt.main and tokenizer_file:  # for --export

@@ -12,8 +12,8 @@ Read it top to bottom, or by its differences to train_gpt.py: options, model, sh
 augmentation, evaluation, the loop.
 
 Letters in names are dimensions: B images, H and W their pixels, C their channels, T patches (one more with --pool cls),
-R = B * T rows, E pixels of a patch times channels, D width, F hidden width of the MLP, L layers, N heads, A size of a head, X = N * A,
-K classes.
+R = B * T rows, E pixels of a patch times channels, D width, F hidden width of the MLP, L layers, N heads, A size of a
+head, X = N * A, K classes.
 """
 import math
 import os
@@ -112,8 +112,8 @@ PRESETS = {
 
 
 # What makes the model: a run goes on with these as they were, and --init_from brings them.
-SHAPE = ('layers', 'width', 'heads', 'mlp_width', 'patch', 'channels', 'pool', 'positions', 'grid', 'mean', 'std', 'norm_eps',
-         'classes')
+SHAPE = ('layers', 'width', 'heads', 'mlp_width', 'patch', 'channels', 'pool', 'positions', 'grid', 'mean', 'std',
+         'norm_eps', 'classes')
 BROUGHT = SHAPE[:-1]  # the classes are those of the new data: for others the head begins anew
 MAY_DIFFER = 'mean', 'std', 'norm_eps', 'classes'
 
@@ -132,15 +132,16 @@ def check(cfg: Config):
         for name in names.split():
             if not least <= getattr(cfg, name) <= most:
                 raise UserError(f'--{name} {getattr(cfg, name)}: must be between {least} and {most}')
-    for name, values in dict(dtype=('auto', 'float32', 'bfloat16'), pool=('gap', 'cls'), crop=('resized', 'shift', 'none'),
-                             positions=('sincos2d', 'learned'), remat=tuple(REMAT)).items():
+    for name, values in dict(dtype=('auto', 'float32', 'bfloat16'), pool=('gap', 'cls'),
+                             crop=('resized', 'shift', 'none'), positions=('sincos2d', 'learned'),
+                             remat=tuple(REMAT)).items():
         if getattr(cfg, name) not in values:
             raise UserError(f'--{name} {getattr(cfg, name)}: expected one of {", ".join(values)}')
     if cfg.remat != 'none' and not cfg.scan:
         raise UserError(f"--remat {cfg.remat}: without --scan only 'none'")
     if cfg.width % cfg.heads or cfg.positions == 'sincos2d' and cfg.width % 4:
-        raise UserError(f'--width {cfg.width} --heads {cfg.heads}: the second must divide the first, and waves are pairs of '
-                        f'pairs, so 4 must too')
+        raise UserError(f'--width {cfg.width} --heads {cfg.heads}: the second must divide the first, and waves are pairs '
+                        f'of pairs, so 4 must too')
     if cfg.image_size % cfg.patch:
         raise UserError(f'--image_size {cfg.image_size} --patch {cfg.patch}: the second must divide the first')
     if cfg.global_batch % cfg.accumulate:
@@ -191,7 +192,7 @@ def weight_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sizes[letter] for letter in name.split('_')[-1]) for name in SHARDING if name not in absent}
 
 
-FLOPS_RULE = '(6 P + 12 L D T) T for an image: P weights in matmuls, L layers of width D, T patches, of which each sees all'
+FLOPS_RULE = '(6 P + 12 L D T) T for an image: P weights in matmuls, L layers of width D, T patches that see each other'
 
 
 def flops_per_image(cfg: Config) -> float:
@@ -213,7 +214,8 @@ class ViT:
             from nano.scan import keep
             self.remat = [keep(*REMAT[cfg.remat])]
 
-    def __call__(self, weights: dict[str, torch.Tensor], images_BCHW: torch.Tensor, training: bool = False) -> torch.Tensor:
+    def __call__(self, weights: dict[str, torch.Tensor], images_BCHW: torch.Tensor,
+                 training: bool = False) -> torch.Tensor:
         """Normalized images in float32 -> logits_BK in float32."""
         cfg = self.cfg
         B, C, H, W = images_BCHW.shape
@@ -449,7 +451,8 @@ def train_step(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], state:
     B, A = len(images_BHWC), cfg.accumulate
     loss = torch.zeros((), device=images_BHWC.device)
     for a in range(A):
-        some_BHWC = shard(images_BHWC.view(B // A, A, *images_BHWC.shape[1:])[:, a], model.mesh, (BATCH, None, None, None))
+        some_BHWC = images_BHWC.view(B // A, A, *images_BHWC.shape[1:])[:, a]
+        some_BHWC = shard(some_BHWC, model.mesh, (BATCH, None, None, None))
         classes_B = labels_B1.view(B // A, A)[:, a].long()
         with torch.no_grad():
             targets_BK = F.one_hot(classes_B, cfg.classes).float()
@@ -483,11 +486,12 @@ def answers(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], images_BH
     # Of classes that are equally likely the first one comes first: else a new head, all 0, were right every time.
     before_BK = torch.arange(cfg.classes, device=log_p_BK.device) < labels_B1
     rank_B = ((log_p_BK > at_label_B1) | (log_p_BK == at_label_B1) & before_BK).sum(-1)
-    return shard(torch.stack([-at_label_B1[:, 0], rank_B.float(), class_B.float(), best_B.exp()]), model.mesh, (None, None))
+    found_4B = torch.stack([-at_label_B1[:, 0], rank_B.float(), class_B.float(), best_B.exp()])
+    return shard(found_4B, model.mesh, (None, None))
 
 
-def evaluate(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], source: images.Images, rows: np.ndarray, to_device,
-             asked_to_stop=lambda: False) -> dict[str, np.ndarray] | None:
+def evaluate(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], source: images.Images, rows: np.ndarray,
+             to_device, asked_to_stop=lambda: False) -> dict[str, np.ndarray] | None:
     """The answers to a fixed set of images, each once on any number of devices and hosts, as arrays: nll, rank,
     predicted, confidence and label. None if stopped."""
     import torch_xla
@@ -522,10 +526,10 @@ def their_weights(cfg: Config, _tokenizer) -> hf.Weights:
 THEIRS = resume.Foreign(hf_vit.is_folder, lambda folder, o: hf_vit.read(folder)[0], their_weights)
 
 
-
 def main(argv: list[str] | None = None):
     try:
-        cfg, planning = config.parse(Config, PRESETS, argv, __doc__, partial(resume.options_of_source, shape=BROUGHT, foreign=THEIRS),
+        brought = partial(resume.options_of_source, shape=BROUGHT, foreign=THEIRS)
+        cfg, planning = config.parse(Config, PRESETS, argv, __doc__, brought,
                                      ('out', 'data', 'init_from', 'export'), plan.Options)
         check(cfg)
         if plan.asked(planning):
@@ -589,7 +593,8 @@ def train(cfg: Config, stop: runtime.StopSignal):
     import torch_xla.distributed.spmd as xs
     mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
     row_shards = check_mesh(cfg, mesh)
-    with Run(cfg, rt, mesh, start, stop, data, 'images', cfg.global_batch, flops_per_image(cfg) * cfg.global_batch) as run:
+    flops = flops_per_image(cfg) * cfg.global_batch
+    with Run(cfg, rt, mesh, start, stop, data, 'images', cfg.global_batch, flops) as run:
         splits = {s['split'] for s in manifest['shards']}
         images.verify(cfg.data, manifest, sorted(splits & {'train', 'val'}), run.say)
         source = images.Images(cfg.data, 'train')
@@ -626,7 +631,8 @@ def train(cfg: Config, stop: runtime.StopSignal):
             """Returns False if it was stopped, and then nothing of it is on record: it is owed."""
             if val is None:
                 return True
-            found = evaluate(cfg, model, evaluated, val, run.rows(cfg.global_batch // cfg.accumulate), to_device, stop.asked)
+            found = evaluate(cfg, model, evaluated, val, run.rows(cfg.global_batch // cfg.accumulate), to_device,
+                             stop.asked)
             if found is None or stop.asked():
                 return False
             s = scores(found)
@@ -686,8 +692,8 @@ def step_to_plan(cfg: Config, mesh, device) -> plan.Step:
         xs.mark_sharding(t, mesh, spec)
     (lr, share), model = torch.zeros(2, 1, device=device), ViT(cfg, mesh)
     return plan.Step(weights, state, batch | dict(lr=lr, share=share),
-                     lambda: train_step(cfg, model, weights, state, *batch.values(), lr, share), 'images', cfg.global_batch,
-                     cfg.steps, flops_per_image(cfg) * cfg.global_batch, FLOPS_RULE)
+                     lambda: train_step(cfg, model, weights, state, *batch.values(), lr, share), 'images',
+                     cfg.global_batch, cfg.steps, flops_per_image(cfg) * cfg.global_batch, FLOPS_RULE)
 
 
 def export(cfg: Config):

@@ -141,7 +141,8 @@ class Start:
 def find(cfg: Any, data: dict[str, Any], shape: Sequence[str], may_differ: Sequence[str], foreign: Foreign) -> Start:
     """Where the run of `cfg` starts. `shape` are the options that make the model: others are refused, as many models
     have weights of the same shapes, and would go on with a high loss and no error. `may_differ`: those of them that
-    may all the same, when only the weights are taken. `data` has META's names data, tokenizer and separator. Raises UserError."""
+    may all the same, when only the weights are taken. `data` has META's names data, tokenizer and separator. Raises
+    UserError."""
     tokenizer = data['tokenizer']
     folder = Folder(cfg.out)
     if checkpoint.is_one(folder.out) or checkpoint.holds_some(folder.out):

@@ -44,7 +44,8 @@ class Run:
         self.end = min(cfg.stop_at or cfg.steps, cfg.steps)  # of this process
         self.best, self.owed = self.meta['best'], self.meta['owed']  # of evaluations; one that is yet to come
         self.tensors: dict[str, torch.Tensor] = {}
-        self._bad_in_row, self._unread = 0, None  # the step before, whose metrics are read while the device works on this
+        self._bad_in_row = 0
+        self._unread = None  # the step before, whose metrics are read while the device works on this one
 
     def __enter__(self) -> 'Run':
         import torch_xla
@@ -77,8 +78,8 @@ class Run:
         checkpoint.meet(self.stop.group)
 
     def load(self, weights: dict[str, torch.Tensor], state: dict[str, torch.Tensor], leave_out: set[str] = set()):
-        """Fills them if the run does not start from nothing, and remembers them for checkpoints. Of weights that are taken
-        from elsewhere some may be left out, which keep their first values."""
+        """Fills them if the run does not start from nothing, and remembers them for checkpoints. Of weights that are
+        taken from elsewhere some may be left out, which keep their first values."""
         import torch_xla
         self.tensors = weights | state
         self.folder.check_space(sum(t.numel() * t.element_size() for t in self.tensors.values()))
