@@ -249,6 +249,15 @@ plan.run(planning, cfg, step, {})
 '''
 
 
+def test_an_array_larger_than_the_memory_is_an_answer(tmp_path):
+    """The compiler then writes no report, only this."""
+    log = '''... rematerialization hbm reduction: 70.81G => 54.82G
+RESOURCE_EXHAUSTED: Allocation (size=34359738368) would exceed memory (size=17179869184) :: #allocation369 [shape = 'f32[2048,512,8192]{2,1,0:T(8,128)}', space=hbm, size = 0xffffffffffffffff]'''
+    found = aot._read(log, tmp_path, chips.find_slice('v5e-1'), 1.)
+    assert not found.fits and found.total == found.program == round(54.82 * 2**30) > found.limit
+    assert found.largest == [(2**35, 'f32[2048,512,8192]{2,1,0:T(8,128)}', '')]
+
+
 @pytest.mark.slow
 def test_a_fork_with_its_own_model(cache, tmp_path):
     script = tmp_path / 'fork.py'

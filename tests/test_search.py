@@ -147,7 +147,9 @@ def test_finds_the_best_of_brute_force_in_few_compiles(seed, capsys):
             cfg = dataclasses.replace(cfg, mesh=rng.choice(('-1,1,1', '1,-1,1', '1,1,-1')), remat=rng.choice(REMATS),
                                       accumulate=rng.choice((1, 3, 4)))
         found, best = search(fake, cfg, VARY, math.inf), fake.brute_force(cfg)
-        assert (found['best'] and found['best']['figures']['step_s']) == best
+        got = found['best'] and found['best']['figures']['step_s']
+        assert got == best or best <= got <= 1.01 * best and found['best']['options'] == dict(
+            mesh=fake.own(cfg).mesh, accumulate=cfg.accumulate, remat=cfg.remat)
         strained = sum('figures' in row and row['figures']['memory']['rematerialized_by_compiler'][0] > 0
                        for row in found['search'])
         assert len(set(fake.compiled)) == len(fake.compiled) <= compiles_of(fake, cfg) + strained
@@ -158,7 +160,7 @@ def test_finds_the_best_of_brute_force_in_few_compiles(seed, capsys):
         assert found['ruled_out'] + found['refused'] + len(found['search']) == variants and found['ruled_out'] >= 0
         json.dumps(found)
         out = capsys.readouterr().out
-        assert 'PREDICTED' in out and ('The fastest of these' in out) == (best is not None)
+        assert ('PREDICTED' in out) == bool(fake.compiled) and ('The fastest of these' in out) == (best is not None)
         outcomes.add(best is None)
         n, brute = n + len(fake.compiled), brute + variants
     assert outcomes == {True, False}
@@ -172,7 +174,8 @@ def test_failures_of_the_compiler_are_rows_and_lose_nothing_else(seed, capsys):
         broken = rng.randrange(2**32)
         fake, cfg = random_case(rng, fails=lambda c: random.Random(f'{broken} {c}').random() < .3)
         found = search(fake, cfg, VARY, math.inf)
-        assert (found['best'] and found['best']['figures']['step_s']) == fake.brute_force(cfg)
+        got, best = found['best'] and found['best']['figures']['step_s'], fake.brute_force(cfg)
+        assert got == best or best <= got <= 1.01 * best
         rows = [row for row in found['search'] if 'error' in row]
         assert all(row['error'] == 'the TPU compiler failed: it is a test' for row in rows)
         assert rows == found['search'][len(found['search']) - len(rows):]  # the last of the table
@@ -228,7 +231,7 @@ def test_ctrl_c_prints_what_there_is(seed, capsys):
         times = [row['figures']['step_s'] for row in found['search'] if row['figures']['fits']]
         assert (found['best'] is None) == (not times)
         if times:
-            assert found['best']['figures']['step_s'] == min(times) and found['best']['command'] in out
+            assert found['best']['figures']['step_s'] <= 1.01 * min(times) and found['best']['command'] in out
 
 
 def test_order():
@@ -373,7 +376,7 @@ def test_exit_codes_and_the_json_file(tmp_path, capsys, monkeypatch):
     fake = Fake('v5e-4', state=1e9, kept=[1e15] * 4)
     fake.plan = lambda cfg, *_: fake.figures(dataclasses.replace(cfg, mesh='1,4,1'))
     assert run(fake, search_minutes=0.)['fits'] is False  # an answer: no error
-    assert 'Tried 0 changes: nothing makes it fit, 5 are untried' in capsys.readouterr().out
+    assert 'Tried 0 changes: none of them makes it fit, 5 are untried' in capsys.readouterr().out
 
 
 def test_the_script_refuses_what_a_search_may_ask():
@@ -395,7 +398,9 @@ def advise(fake, cfg, budget=math.inf):
     shape = search_module.runtime.mesh_shape(cfg.mesh, fake.slice.n_chips)
     found = fake.figures(dataclasses.replace(cfg, mesh=','.join(map(str, shape))))
     assert not found['fits']
-    return advice(fake, cfg, VARY, found, budget)
+    text, rows = advice(fake, cfg, VARY, found, budget)
+    assert len(rows) == len(fake.compiled)
+    return text
 
 
 def test_advice_takes_the_first_change_that_fits(capsys, monkeypatch):
@@ -453,7 +458,7 @@ def test_advice_of_random_cases(seed, capsys):
                 break
         outcomes.add(wanted is None)
         if wanted is None:
-            assert 'nothing makes it fit' in text and 'Weights and optimizer alone take' in text
+            assert 'none of them makes it fit' in text and 'Weights and optimizer alone take' in text
         else:
             assert f'step {fake.figures(wanted)["step_s"] * 1e3:,.1f} ms' in text
             assert fake.compiled[-1] == (wanted.mesh, wanted.accumulate, wanted.remat)
@@ -462,9 +467,12 @@ def test_advice_of_random_cases(seed, capsys):
 
 def test_advice_is_ended_by_its_budget_and_by_ctrl_c():
     fake = Fake('v5e-4', state=1e9, kept=[1e13] * 4, heads=1)
-    assert 'Tried 0 changes: nothing makes it fit, 5 are untried. Weights' in advise(fake, Config(), 0)
+    assert 'Tried 0 changes: none of them makes it fit, 5 are untried. Weights' in advise(fake, Config(), 0)
     assert not fake.compiled
     fake.interrupt_at = 1
     text = advise(fake, Config())
-    assert 'Tried 1 change: nothing' in text and 'The closest: --mesh 1,4,1 --accumulate 1 --remat block does' in text
+    assert '\nTried 1 change: none' in text and 'The closest: --mesh 1,4,1 --accumulate 1 --remat block does' in text
     assert len(fake.compiled) == 1
+    gib = 4 * 2**30
+    fake = Fake('v5e-4', state=1e3, kept=[20 * gib, 19 * gib, 18 * gib, 17 * gib], heads=1, interrupt_at=1)
+    assert '\nStopped. Tried 1 change: none of them' in advise(fake, Config())

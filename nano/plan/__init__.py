@@ -6,7 +6,7 @@ A script offers it with `plan.Options` beside its own options and one function t
     class Config:
         device: str = 'tpu'  # a plan sets it to tpu
         mesh: str = '1,-1,1'  # data,fsdp,tensor
-        ...  # --search also varies global_batch's accumulate, and remat if it is told of its values
+        ...  # --search also needs global_batch and accumulate, and varies remat if it is told of its values
 
     def step_to_plan(cfg, mesh, device) -> plan.Step:
         w = torch.nn.Parameter(torch.empty(1024, 1024, device=device))  # made on the device, or moved there
@@ -73,13 +73,19 @@ def run(options: Options, cfg: Any, make_step: Callable[[Any, Any, Any], Step], 
         if not 0 <= getattr(options, name) <= most:
             raise UserError(f'--{name} {getattr(options, name)}: must be between 0 and {most:g}')
     json_file = Path(options.plan_json).resolve()
-    if options.plan_json and (json_file.exists() and not json_file.is_file() or len(json_file.name) > 200
-                              or not os.access(json_file.parent, os.W_OK)):
-        raise UserError(f'--plan_json {options.plan_json}: no file can be written there')
+    part = json_file.with_name(f'{json_file.name}.{os.getpid()}') if options.plan_json else None
+    if part:
+        try:
+            if options.plan_json.endswith('/') or json_file.exists() and not json_file.is_file():
+                raise OSError
+            part.touch()
+            part.unlink()
+        except OSError as e:
+            raise UserError(f'--plan_json {options.plan_json}: no file can be written there') from e
     if not options.search:
         runtime.mesh_shape(cfg.mesh, slice_.n_chips)
-    for signum in (signal.SIGTERM, signal.SIGHUP):  # so that the compiler and its files go too
-        signal.signal(signum, lambda n, _: sys.exit(128 + n))
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # so that the compiler and its files go too
+        signal.signal(signum, _signaled)
     cfg = dataclasses.replace(cfg, device='tpu')
     runtime.check_environment()
     aot.start(slice_.n_chips)
@@ -90,14 +96,31 @@ def run(options: Options, cfg: Any, make_step: Callable[[Any, Any, Any], Step], 
         found = planner.plan(cfg)
         say(as_text(found))
         if not found['fits'] and hasattr(cfg, 'accumulate') and hasattr(cfg, 'global_batch'):
-            say(advice(planner, cfg, vary, found, options.search_minutes * 60))
-    if options.plan_json:
-        part = json_file.with_name(json_file.name + '.part')
+            text, found['advice'] = advice(planner, cfg, vary, found, options.search_minutes * 60)
+            say(text)
+    if part:
         part.write_text(json.dumps(found, indent=1))
         part.replace(json_file)
         say(f'wrote {options.plan_json}')
     if options.search and not found['best']:
         sys.exit(1)
+
+
+_asked_to_end = 0  # by this signal
+
+
+def _signaled(signum: int, _frame):
+    global _asked_to_end
+    _asked_to_end = signum
+    _end_if_asked()
+
+
+def _end_if_asked():
+    """Once more where something has swallowed the exception, as callbacks of the garbage collector do."""
+    if _asked_to_end == signal.SIGINT:
+        raise KeyboardInterrupt
+    if _asked_to_end:
+        sys.exit(128 + _asked_to_end)
 
 
 class Planner:
@@ -110,7 +133,9 @@ class Planner:
 
     def trace(self, cfg: Any) -> aot.Traced:
         mesh = runtime.make_mesh(cfg.mesh, self.slice.n_chips)
-        return aot.trace(lambda device: self.make_step(cfg, mesh, device), self.slice.n_chips)
+        traced = aot.trace(lambda device: self.make_step(cfg, mesh, device), self.slice.n_chips)
+        _end_if_asked()
+        return traced
 
     def plan(self, cfg: Any, traced: aot.Traced | None = None, what: str = '') -> dict:
         """The figures of `cfg`; `what` is said of the compile in place of the usual words."""
@@ -148,6 +173,7 @@ class _Progress:
         return self
 
     def tick(self):
+        _end_if_asked()
         now = time.perf_counter()
         if sys.stderr.isatty():
             print(f'\r{now - self.began:5.0f} s ', end='', file=sys.stderr, flush=True)

@@ -295,12 +295,16 @@ def _read(log: str, folder: Path, where: Slice, seconds: float) -> Compiled:
         told = [line for line in lines if re.search('Unknown|unknown flag|Error|INVALID|UNIMPLEMENTED', line)]
         flags = [line for line in told if 'flag' in line]
         raise UserError(f'the TPU compiler failed: {(flags or told or lines or ["no message"])[-1][:500]}')
+    if exhausted and 'Total hbm usage >=' not in log:  # a single array is larger than the memory: there is no report
+        size, shape = re.search(r"Allocation \(size=(\d+)\) would exceed memory.*?shape = '(\S+)'", log, re.S).groups()
+        total = max([int(size)] + [_size(after) for _, after in _rematerialized(log)])
+        return Compiled(False, total, round(where.chip.usable_gib * 2**30), 0, total, 0, seconds,
+                        largest=[(int(size), shape, '')])
     report = log[log.rindex('Total hbm usage >='):]
     sizes = {name: _size(m[1]) if (m := re.search(rf'\b{name} +([0-9.]+[BKMGT]?)', report)) else 0
              for name in ('reserved', 'program', 'arguments')}
     total = _size(re.search(r'Total hbm usage >= ([0-9.]+[BKMGT]?)', report)[1])
-    remat = re.findall(r'rematerialization hbm reduction: +([0-9.]+[BKMGT]?) => ([0-9.]+[BKMGT]?)', log)
-    reduced = max(((_size(a), _size(b)) for a, b in remat), default=(0, 0))
+    reduced = max(((_size(a), _size(b)) for a, b in _rematerialized(log)), default=(0, 0))
     coords = folder / 'coords.json'
     result = Compiled(not exhausted, total, round(where.chip.usable_gib * 2**30), sizes['reserved'], sizes['program'],
                       sizes['arguments'], seconds, coords=json.loads(coords.read_text()) if coords.exists() else [],
@@ -317,6 +321,11 @@ def _read(log: str, folder: Path, where: Slice, seconds: float) -> Compiled:
                                            r'efficiently for HLO operation (%\S+ = \S+)', log):
         result.warnings.append(f'{what} is gathered in full on its way from {source} to {target}')
     return result
+
+
+def _rematerialized(log: str) -> list[tuple[str, str]]:
+    """Sizes before and after the compiler computed parts anew, as it writes them."""
+    return re.findall(r'rematerialization hbm reduction: +([0-9.]+[BKMGT]?) => ([0-9.]+[BKMGT]?)', log)
 
 
 def _origin(metadata: str) -> str:

@@ -21,7 +21,7 @@ def figures(traced: aot.Traced, compiled: aot.Compiled, slice_: chips.Slice, mes
                for name, n in tensors.items()]
     for n, shape, origin in compiled.largest:
         array = re.search(r'\w+\[[0-9,]*\]', shape)  # of several, the first
-        buffers.append((n, f'temporary {array[0] if array else shape}: {origin}'))
+        buffers.append((n, f'temporary {array[0] if array else shape}' + (f': {origin}' if origin else '')))
     largest = sorted(Counter(buffers).items(), key=lambda b: -b[0][0])[:10]
     total = compiled.total
     if not compiled.fits and not compiled.arguments:  # then the compiler tells of the program alone
