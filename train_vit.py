@@ -1,6 +1,6 @@
 """Trains a vision transformer to classify images, with PyTorch/XLA SPMD on 1 to 256 TPU chips, or on a CPU.
 
-    bash launch.sh train_vit.py                               # 10 minutes on 2 CPU cores: Fashion-MNIST
+    bash launch.sh train_vit.py                               # a quarter of an hour on 2 CPU cores: Fashion-MNIST
     python train_vit.py --preset s16 --data FOLDER --out out/s16
     python train_vit.py --out out/s16 --export FOLDER         # its weights in timm's names
     python train_vit.py --help                                # every option, its default, and the presets
