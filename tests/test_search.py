@@ -1,10 +1,11 @@
-"""nano/search.py against brute force, on a planner whose figures are a formula in place of a compile."""
+"""nano/plan/search.py against brute force, on a planner whose figures are a formula in place of a compile."""
 import dataclasses
 import itertools
 import json
 import math
 import random
 import shlex
+import signal
 import types
 
 import pytest
@@ -377,6 +378,43 @@ def test_exit_codes_and_the_json_file(tmp_path, capsys, monkeypatch):
     fake.plan = lambda cfg, *_: fake.figures(dataclasses.replace(cfg, mesh='1,4,1'))
     assert run(fake, search_minutes=0.)['fits'] is False  # an answer: no error
     assert 'Tried 0 changes: none of them makes it fit, 5 are untried' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('name', ['nowhere/x.json', 'folder/', 'folder', 'ä' * 190])
+def test_a_json_file_that_cannot_be_written_is_refused_first(name, tmp_path, monkeypatch):
+    (tmp_path / 'folder').mkdir()
+    monkeypatch.setattr('nano.plan.aot.start', lambda n: pytest.fail('too late'))
+    with pytest.raises(UserError, match='--plan_json'):
+        plan.run(plan.Options(plan='v5e-4', plan_json=name), Config(), None, VARY)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['folder']
+
+
+@pytest.mark.parametrize('signum, raised', [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_that_a_callback_swallowed_ends_the_plan_after_tracing(signum, raised, monkeypatch):
+    monkeypatch.setattr(plan, '_asked_to_end', 0)
+    monkeypatch.setattr('nano.runtime.make_mesh', lambda *_: None)
+
+    def trace(make, n):
+        with pytest.raises(raised):  # as the garbage collector does, see nano/plan/__init__.py
+            plan._signaled(signum, None)
+    monkeypatch.setattr('nano.plan.aot.trace', trace)
+    planner = plan.Planner(chips.find_slice('v5e-4'), None, plan.Options())
+    with pytest.raises(raised):
+        planner.trace(Config())
+    with pytest.raises(raised), plan._Progress('compiling') as progress:
+        progress.tick()
+
+
+def test_a_best_row_tells_time_and_cost():
+    p = dict(unit='tokens', budget=dict(units=5.24e10, hours=64.8, usd=1226.4))
+    assert search_module.cost(p) == ', 2.7 days and $1,226 for 5.24e+10 tokens' and search_module.cost({}) == ''
+
+
+def test_the_users_own_options_stay_among_ties(capsys):
+    fake = Fake('v5e-1', state=1e9, kept=[1e9] * 4, work=[1., .995, 1.5, 1.5])
+    assert search(fake, Config(), VARY, math.inf)['best']['options']['remat'] == 'none'
+    fake.work = [1., .9, 1.5, 1.5]
+    assert search(fake, Config(), VARY, math.inf)['best']['options']['remat'] == 'dots'
 
 
 def test_the_script_refuses_what_a_search_may_ask():
