@@ -28,7 +28,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nano import UserError, augment, checkpoint, config, hf, hf_vit, images, picture, plan, resume, runtime
+from nano import (UserError, attend, augment, checkpoint, config, hf, hf_vit, images, pallas, picture, plan, resume,
+                  runtime, say)
 from nano.loader import Loader, eval_batches, eval_examples
 from nano.run import Run
 
@@ -63,6 +64,7 @@ class Config:
     norm_eps: float = 1e-6  # added to the variance
     drop_path: float = 0.0  # stochastic depth: the chance to leave out the last layer's outputs, falling to 0 at the first
     dtype: str = 'auto'  # of the matmuls: bfloat16, float32, or auto = bfloat16 on TPU and float32 on CPU
+    attention: str = 'auto'  # kernel (in a TPU's fast memory), plain, or auto = kernel on TPU where it can and else plain
     remat: str = 'none'  # what the backward pass computes again to save memory: none, dots or block, see REMAT
     scan: bool = True  # one compiled layer run L times; false unrolls the layers: slow to compile, for comparison
 
@@ -134,7 +136,7 @@ def check(cfg: Config):
                 raise UserError(f'--{name} {getattr(cfg, name)}: must be between {least} and {most}')
     for name, values in dict(dtype=('auto', 'float32', 'bfloat16'), pool=('gap', 'cls'),
                              crop=('resized', 'shift', 'none'), positions=('sincos2d', 'learned'),
-                             remat=tuple(REMAT)).items():
+                             attention=('auto', 'kernel', 'plain'), remat=tuple(REMAT)).items():
         if getattr(cfg, name) not in values:
             raise UserError(f'--{name} {getattr(cfg, name)}: expected one of {", ".join(values)}')
     if cfg.remat != 'none' and not cfg.scan:
@@ -162,8 +164,8 @@ def randaugment_of(cfg: Config) -> tuple[int, float]:
 
 
 # What the forward pass keeps of each layer besides its input (None: everything), by the names of PyTorch's operators; the
-# backward pass computes the rest again. dots: the results of the weights' matmuls.
-REMAT = {'none': None, 'dots': ('aten.mm.',), 'block': ()}
+# backward pass computes the rest again. dots: the results of the weights' matmuls, and of the attention kernel.
+REMAT = {'none': None, 'dots': ('aten.mm.', 'nano.attend_forward.'), 'block': ()}
 
 
 # ---- Model: weights are stacked over layers, so that one compiled layer serves them all ----
@@ -195,9 +197,14 @@ def weight_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
 FLOPS_RULE = '(6 P + 12 L D T) T for an image: P weights in matmuls, L layers of width D, T patches that see each other'
 
 
+def patches(cfg: Config) -> int:
+    """T: of an image, and the class token."""
+    return (cfg.image_size // cfg.patch) ** 2 + (cfg.pool == 'cls')
+
+
 def flops_per_image(cfg: Config) -> float:
     """Forward and backward, as FLOPS_RULE says."""
-    T = (cfg.image_size // cfg.patch) ** 2 + (cfg.pool == 'cls')
+    T = patches(cfg)
     n_matmul = sum(math.prod(shape) for name, shape in weight_shapes(cfg).items() if name.startswith(('w', 'embed_E')))
     return (6 * n_matmul + 12 * cfg.layers * cfg.width * T) * T + 6 * cfg.width * cfg.classes
 
@@ -257,17 +264,36 @@ def layer(cfg: Config, mesh, T: int, x_RD: torch.Tensor, w: dict[str, torch.Tens
     # Said here, inside the loop over layers, for the slices and above all for their gradients.
     w = {name: shard(t, mesh, SHARDING[name][1:]) if name in SHARDING else t for name, t in w.items()}
     h_RD = layer_norm(x_RD, w['attn_norm_LD'], w['attn_norm_bias_LD'], cfg.norm_eps)
-    q_BNTA, k_BNTA, v_BNTA = (linear(h_RD, w[f'w{x}_LDX'], w[f'{x}_bias_LX']).view(B, T, N, A).transpose(1, 2)
-                              for x in 'qkv')
-    # Every patch sees every other: with 196 of them the scores are small, and plain matmuls and a softmax will do.
-    att_BNTT = ((q_BNTA * A ** -0.5) @ k_BNTA.transpose(2, 3)).float().softmax(-1).to(x_RD.dtype)
-    a_RX = (att_BNTT @ v_BNTA).transpose(1, 2).reshape(B * T, -1)
+    q_RX, k_RX, v_RX = (linear(h_RD, w[f'w{x}_LDX'], w[f'{x}_bias_LX']) for x in 'qkv')
+    if why_plain(cfg, mesh, B, T):
+        q_BNTA, k_BNTA, v_BNTA = (x_RX.view(B, T, N, A).transpose(1, 2) for x_RX in (q_RX, k_RX, v_RX))
+        att_BNTT = ((q_BNTA * A ** -0.5) @ k_BNTA.transpose(2, 3)).float().softmax(-1).to(x_RD.dtype)
+        a_RX = (att_BNTT @ v_BNTA).transpose(1, 2).reshape(B * T, -1)
+    else:
+        a_RX = attend.attention(q_RX, k_RX, v_RX, T, A, mesh, (BATCH, 'tensor'))
     a_RD = linear(a_RX, w['wo_LXD'], w['o_bias_LD'])
     x_RD = x_RD + (a_RD * w['keep_attn_LR'][:, None] if 'keep_attn_LR' in w else a_RD)
     h_RD = layer_norm(x_RD, w['mlp_norm_LD'], w['mlp_norm_bias_LD'], cfg.norm_eps)
     m_RD = linear(F.gelu(linear(h_RD, w['w_up_LDF'], w['up_bias_LF'])), w['w_down_LFD'], w['down_bias_LD'])
     x_RD = x_RD + (m_RD * w['keep_mlp_LR'][:, None] if 'keep_mlp_LR' in w else m_RD)
     return shard(x_RD, mesh, (BATCH, None))
+
+
+def why_plain(cfg: Config, mesh, B: int, T: int) -> str:
+    """Why B images are left to plain attention and not to the kernel; empty if they are not. Raises UserError where the
+    kernel was asked for and cannot."""
+    if cfg.attention == 'plain' or cfg.attention == 'auto' and cfg.device != 'tpu' or mesh is None:
+        return 'it is what was asked for'
+    data, fsdp, tensor = mesh.mesh_shape
+    try:
+        if cfg.device != 'tpu' and not pallas.INTERPRET:
+            raise UserError('it runs on a TPU only')
+        attend.blocks(B // (data * fsdp), T, cfg.heads // tensor, cfg.width // cfg.heads, matmul_dtype(cfg).itemsize)
+    except UserError as e:
+        if cfg.attention == 'kernel':
+            raise UserError(f'--attention kernel: {e}; or take --attention plain') from e
+        return str(e)
+    return ''
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -361,6 +387,9 @@ def check_mesh(cfg: Config, mesh) -> int:
         least = row_shards * cfg.accumulate
         raise UserError(f'--global_batch {cfg.global_batch}: must be a multiple of {least} = {row_shards} (data x '
                         f'fsdp) x {cfg.accumulate} (--accumulate), such as {-(-cfg.global_batch // least) * least}')
+    why = why_plain(cfg, mesh, cfg.global_batch // cfg.accumulate, patches(cfg))
+    if why and cfg.attention == 'auto' and cfg.device == 'tpu':
+        say(f'plain attention, not the kernel, which is faster: {why}')
     return row_shards
 
 

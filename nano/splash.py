@@ -2,17 +2,15 @@
 
 The kernel never holds the T x T scores. torch_xla's own wrapper copies keys and values to every query head and runs the
 forward kernel once more in the backward pass; here grouped heads are the kernel's own, and the forward pass hands the
-backward pass its logsumexp. jax only writes the program, for a mesh without devices: so it needs none of its own.
+backward pass its logsumexp.
 """
-import json
 from functools import cache
 
 import torch
 
-from nano import UserError
+from nano import UserError, pallas
 
 BLOCK = 1024  # queries and keys that the kernel holds at a time in VMEM, or all of a shorter sequence
-INTERPRET = False  # compute what the kernel would, on a CPU: for tests
 
 
 def check_length(T: int):
@@ -28,8 +26,7 @@ def attention(q_BHTC: torch.Tensor, k_BKTC: torch.Tensor, v_BKTC: torch.Tensor, 
     `spec`: the mesh axes of B and H, such as (('data', 'fsdp'), 'tensor'), which must divide B, H and K. `mesh` may be
     any torch_xla mesh. The sequence must be one that `check_length` accepts.
     """
-    where = json.dumps([mesh.axis_names, mesh.mesh_shape, spec])
-    return _forward(q_BHTC, k_BKTC, v_BKTC, where)[0]
+    return _forward(q_BHTC, k_BKTC, v_BKTC, pallas.place(mesh, spec))[0]
 
 
 @torch.library.custom_op('nano::splash_forward', mutates_args=())
@@ -66,20 +63,15 @@ _forward.register_autograd(_gradients, setup_context=_setup)
 
 
 def _program(direction: str, where: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    import torch_xla
-    computation = _lower(direction, where, tuple((tuple(t.shape), str(t.dtype)[6:]) for t in tensors))
-    return torch_xla._XLAC._xla_user_computation(f'xla::splash_{direction}', tensors, computation)
+    return pallas.run(f'splash_{direction}', _lower(direction, where, pallas.describe(*tensors)), *tensors)
 
 
 @cache
 def _lower(direction: str, where: str, inputs: tuple):
     """The kernel of one direction as an XLA computation; `inputs`: (shape, type) of each."""
     from torch_xla._internal.jax_workarounds import maybe_get_jax
-    from torch_xla.core import xla_builder
     jax = maybe_get_jax()
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
-    axes, sizes, (rows, heads) = json.loads(where)
-    spec = jax.sharding.PartitionSpec(tuple(rows) if isinstance(rows, list) else rows, heads)
 
     def one_device(q, k, v, *rest):
         _, H, T, _ = q.shape
@@ -91,7 +83,7 @@ def _lower(direction: str, where: str, inputs: tuple):
         mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((T, T))] * H)
         kernel = splash_attention_kernel.make_splash_mha(
             mask=mask, head_shards=1, q_seq_shards=1, block_sizes=blocks, save_residuals=direction == 'forward',
-            interpret=INTERPRET)
+            interpret=pallas.INTERPRET)
         if direction == 'forward':
             out, (logsumexp,) = jax.vmap(kernel)(q, k, v)
             return out, logsumexp
@@ -102,9 +94,4 @@ def _lower(direction: str, where: str, inputs: tuple):
 
         return jax.vmap(gradients)(q, k, v, *rest)
 
-    mesh = jax.sharding.AbstractMesh(tuple(sizes), tuple(axes))
-    program = jax.shard_map(one_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    traced = jax.jit(program).trace(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in inputs))
-    lowered = traced.lower(lowering_platforms=('cpu' if INTERPRET else 'tpu',))
-    proto = lowered.compiler_ir('hlo').as_serialized_hlo_module_proto()
-    return xla_builder.computation_from_module_proto(f'splash_{direction}', proto)
+    return pallas.lower(f'splash_{direction}', one_device, where, inputs)

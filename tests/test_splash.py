@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt
-from nano import UserError, runtime, scan, splash
+from nano import UserError, pallas, runtime, scan, splash
 
 CFG = train_gpt.Config(device='cpu', layers=2, width=64, heads=4, kv_heads=2, head_size=32, mlp_width=96, seq_len=128,
                        vocab_size=300, attention='splash')
@@ -21,7 +21,7 @@ def devices():
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(splash, 'INTERPRET', True)
+    monkeypatch.setattr(pallas, 'INTERPRET', True)
     splash._lower.cache_clear()
     yield
     splash._lower.cache_clear()

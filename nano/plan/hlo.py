@@ -195,6 +195,10 @@ HBM_SHARE = 0.65  # of the bandwidth, by what is bound by memory (a long copy re
 # heads fill a part of it: those of 128 half of v6e's. Each block costs a fixed time on top.
 KERNEL_SHARE = {'forward': 0.78, 'backward': 0.70}
 KERNEL_STEP_S = 1e-6
+# Cycles that nano/attend.py takes for 1024 scores (of an image and a head, padded to tiles) by the schedule that libtpu
+# 0.0.22 makes of it for a v5e, 196 patches and heads of 64: 2545 and 6406 bundles of instructions for 8 x 208 x 256 scores.
+# On v6e it needs 2/3 of them. No stall is in them, nor was any of it run.
+SCORE_CYCLES = {'forward': 6.1, 'backward': 15.4}
 FREE = {'parameter', 'constant', 'get-tuple-element', 'tuple', 'bitcast', 'partition-id', 'replica-id', 'after-all',
         'opt-barrier', 'iota', 'domain'}
 
@@ -281,7 +285,9 @@ class Program:
 
     def attention_kernel(self, i: Instruction, computation: Computation) -> tuple[float, float]:
         """(FLOPs, seconds) of a Pallas attention kernel: jax's splash and flash attention. Causal: whole blocks above the
-        diagonal are left out. Other kernels: nothing, and noted."""
+        diagonal are left out. That of nano/attend.py: see `_attend`. Other kernels: nothing, and noted."""
+        if ours := re.search(r'attend_(forward|backward)_block_(\d+)x(\d+)', i.name + ' ' + i.op_name):
+            return self._attend(i, computation, ours[1], int(ours[2]), int(ours[3]))
         operands = [computation.by_name[name].results[0] for name in i.operands if name in computation.by_name]
         # B, H, T, C; a batch of one is left out. Before them come the mask's small integers.
         q, k = ([a.dims for a in operands if len(a.dims) >= 3 and a.dtype in ('bf16', 'f32')] + [None, None])[:2]
@@ -304,6 +310,18 @@ class Program:
         if 'flash' in known[0] and what == 'fwd':
             steps /= 2  # it takes two heads at a time
         return flops, flops / (share * self.chip.peak_tflops * 1e12) + steps * KERNEL_STEP_S
+
+    def _attend(self, i: Instruction, computation: Computation, way: str, rows: int, lanes: int) -> tuple[float, float]:
+        """(FLOPs, seconds): the longest of its matmuls at KERNEL_SHARE, of the compiler's schedule at SCORE_CYCLES, in
+        which matrix and vector unit work side by side, and of its operands and results at HBM_SHARE; and a fixed time for
+        each block. The kernel itself says how many FLOPs, all that it fills up with zeros to 128 included, and scores."""
+        flops, scores = (int(i.attribute(rf'"{what}":"(\d+)"')) for what in ('flops', 'transcendentals'))
+        R, X = i.results[0].dims
+        share = KERNEL_SHARE[way] * min(1, 128 / self.chip.mxu)
+        seconds = max(flops / (share * self.chip.peak_tflops * 1e12),
+                      scores / 1024 * SCORE_CYCLES[way] / (self.chip.cores * self.chip.clock_ghz * 1e9),
+                      self.hbm_traffic(i, computation) / (HBM_SHARE * self.chip.hbm_gbs * 1e9))
+        return flops, seconds + R // rows * (X // lanes) * KERNEL_STEP_S / self.chip.cores
 
     def hbm_traffic(self, i: Instruction, computation: Computation) -> float:
         """Bytes that the instruction reads from and writes to HBM: of what it only slices or updates, the slice; not those

@@ -112,7 +112,7 @@ def classifier(program: hlo.Program, parameters: dict[int, str]) -> Callable:
         return i is not None and i.op == 'parameter' and parameters.get(int(i.operands[0]), '').startswith('state ')
 
     def classify(i: hlo.Instruction, flops: float, computation: hlo.Computation) -> str:
-        if any(word in i.op_name for word in ('splash', 'flash', 'bmm', 'softmax')):
+        if any(word in i.op_name for word in ('splash', 'flash', 'attend_', 'bmm', 'softmax')):
             return 'attention'
         if flops:
             return 'matmul'
