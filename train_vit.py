@@ -64,7 +64,7 @@ class Config:
     norm_eps: float = 1e-6  # added to the variance
     drop_path: float = 0.0  # stochastic depth: the chance to leave out the last layer's outputs, falling to 0 at the first
     dtype: str = 'auto'  # of the matmuls: bfloat16, float32, or auto = bfloat16 on TPU and float32 on CPU
-    attention: str = 'auto'  # kernel (in a TPU's fast memory), plain, or auto = kernel on TPU where it can and else plain
+    attention: str = 'auto'  # kernel (nano/attend.py), plain, or auto = on TPU the kernel where it can, else plain
     remat: str = 'none'  # what the backward pass computes again to save memory: none, dots or block, see REMAT
     scan: bool = True  # one compiled layer run L times; false unrolls the layers: slow to compile, for comparison
 

@@ -1,12 +1,12 @@
 """Attention among the few hundred patches of an image, a Pallas kernel for TPUs, as a differentiable PyTorch function:
 under SPMD and inside scan.
 
-It reads queries, keys and values as the matmuls before it leave them, a matrix of all patches of all images by all heads,
-and so it writes its result: nothing is transposed. The scores of an image and a head are small enough to stay in VMEM, a
-chip's fast memory; the backward pass computes them again and is handed nothing but queries, keys and values.
+It reads queries, keys and values as the matmuls before it leave them, a matrix of all patches of all images by all
+heads, and so it writes its result: nothing is transposed. The scores of an image and a head are small enough to stay in
+VMEM, a chip's fast memory; the backward pass computes them again, and is handed only queries, keys and values.
 
-Letters in names: B images, T patches of each, R = B * T, N heads, A size of a head, X = N * A; in the kernel W rows of a
-window and L lanes, those of a block.
+Letters in names: B images, T patches of each, R = B * T, N heads, A size of a head, X = N * A; in the kernel W rows of
+a window and L lanes, those of a block.
 """
 import math
 from functools import cache, partial
@@ -61,8 +61,8 @@ def attention(q_RX: torch.Tensor, k_RX: torch.Tensor, v_RX: torch.Tensor, T: int
               spec: tuple) -> torch.Tensor:
     """Every patch of an image sees every other -> a_RX: softmax(q @ k / sqrt(A)) @ v for each image and head.
 
-    `spec`: the mesh axes of R and X, such as (('data', 'fsdp'), 'tensor'), which must divide images and heads; `mesh` may
-    be any torch_xla mesh. What lies on a device must be what `blocks` accepts.
+    `spec`: the mesh axes of R and X, such as (('data', 'fsdp'), 'tensor'), which must divide images and heads; `mesh`
+    may be any torch_xla mesh. What lies on a device must be what `blocks` accepts.
     """
     return _forward(q_RX, k_RX, v_RX, T, A, pallas.place(mesh, spec))
 
@@ -137,10 +137,10 @@ def _lower(direction: str, T: int, A: int, where: str, inputs: tuple):
     return pallas.lower(f'attend_{direction}', one_device, where, inputs)
 
 
-# ---- The kernels. All heads of a block lie side by side in its lanes. The matrix unit takes 128 lanes at once, so that a
-# head is not cut out but the others are made 0, or left out of the result: that costs nothing and moves nothing. ----
+# ---- The kernels. All heads of a block lie side by side in its lanes. The matrix unit takes 128 lanes at once: so a
+# head is not cut out, but the others are made 0, or left out of the result, which costs and moves nothing. ----
 
-def _forward_kernel(jax, pl, T, A, b, q_ref, k_ref, v_ref, a_ref):
+def _forward_kernel(jax, pl, T: int, A: int, b: Blocks, q_ref, k_ref, v_ref, a_ref):
     jnp = jax.numpy
 
     def image(at, inside):
@@ -157,9 +157,9 @@ def _forward_kernel(jax, pl, T, A, b, q_ref, k_ref, v_ref, a_ref):
     _each_image(jax, pl, T, b, image)
 
 
-def _backward_kernel(jax, pl, T, A, b, q_ref, k_ref, v_ref, grad_ref, dq_ref, dk_ref, dv_ref):
-    """With scores transposed, keys by queries: then only one of five matmuls has to transpose what it is given, and sums
-    over the keys are sums of rows."""
+def _backward_kernel(jax, pl, T: int, A: int, b: Blocks, q_ref, k_ref, v_ref, grad_ref, dq_ref, dk_ref, dv_ref):
+    """With scores transposed, keys by queries: then only one of five matmuls has to transpose what it is given, and
+    sums over the keys are sums of rows."""
     jnp = jax.numpy
 
     def image(at, inside):

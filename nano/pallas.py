@@ -11,7 +11,7 @@ INTERPRET = False  # compute what the kernels would, on a CPU: for tests
 
 
 def place(mesh, spec: tuple) -> str:
-    """Where tensors lie, as text that an operator takes: a torch_xla mesh, and the mesh axes of the first dimensions."""
+    """Where tensors lie, as text, which an operator takes: a torch_xla mesh and the mesh axes of first dimensions."""
     return json.dumps([mesh.axis_names, mesh.mesh_shape, spec])
 
 

@@ -1,7 +1,10 @@
-"""The attention kernel of short sequences, computed by its interpreter on CPU devices, against plain attention in float64;
-and that it compiles for TPUs."""
-import math
+"""The attention kernel of short sequences, computed by its interpreter on CPU devices, against plain attention in
+float64; and that it compiles for TPUs."""
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,3 +54,77 @@ def test_values_and_gradients_are_plain_attentions(devices, interpreted, seed, m
                           [out.detach(), *(t.grad for t in expected)]):
         error = (x.cpu().double() - y).norm() / y.norm()
         assert error < tolerance, f'{name}: {error}'
+
+
+def test_every_rematerialization_has_plain_attentions_loss_and_gradients(devices, interpreted, seed):
+    """Inside scan, as a training step runs it; 17 patches, one of them the class token."""
+    import torch_xla
+    cfg = replace(SMALL, pool='cls', layers=2, global_batch=64, attention='plain')
+    mesh = runtime.make_mesh('2,2,2', 8)
+    x_BCHW = torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(seed)).to(torch_xla.device())
+
+    def loss_and_gradients(cfg):
+        weights = {n: torch.nn.Parameter(w.to(torch_xla.device())) for n, w in make_weights(cfg, seed).items()}
+        loss = train_vit.ViT(cfg, mesh)(weights, x_BCHW, training=True).log_softmax(-1)[:, 0].mean()
+        loss.backward()
+        torch_xla.sync()
+        return {'loss': loss.detach().cpu(), **{n: w.grad.cpu() for n, w in weights.items()}}
+
+    expected = loss_and_gradients(cfg)
+    for remat in ('none', 'dots'):
+        scan._traced.clear()
+        found = loss_and_gradients(replace(cfg, attention='kernel', remat=remat))
+        for name in expected:
+            # What a bias adds to all keys changes no softmax: its gradient is 0, and what is there is rounding.
+            scale = 1e-4 if name == 'k_bias_LX' else expected[name].norm()
+            error = (found[name] - expected[name]).norm() / scale
+            assert error < (1 if name == 'k_bias_LX' else 1e-4), f'{remat}, {name}: {error}'
+        if remat == 'dots':
+            ((forward, _, _),) = scan._traced.values()
+            R, D, F = 64 * 17, cfg.width, cfg.mlp_width
+            # A layer's input, q, k and v, the kernel's result, what attention adds, and the MLP's hidden layer.
+            assert sorted(tuple(shape[1:]) for shape, _ in forward.results) == sorted([(R, D)] * 6 + [(R, F)])
+
+
+def test_what_the_kernel_cannot_take_is_said(monkeypatch):
+    mesh = runtime.make_mesh('1,8,1', 8)
+    cfg = replace(SMALL, device='tpu', attention='kernel')
+    assert attend.blocks(128, 196, 12, 64, 2) == (16, 128, 16, 208, 4)
+    assert attend.blocks(128, 197, 12, 64, 2)[:2] == (16, 128)
+    assert train_vit.why_plain(cfg, mesh, 64, 16) == ''
+    assert train_vit.why_plain(replace(cfg, attention='plain'), mesh, 64, 16)
+    assert train_vit.why_plain(replace(cfg, attention='auto', device='cpu'), mesh, 64, 16)
+    for change, B, T, message in ((dict(device='cpu'), 64, 16, 'on a TPU only'),
+                                  ({}, 64, 17, 'a multiple of 16 images'), (dict(width=96), 64, 16, 'heads'),
+                                  ({}, 8 * 16, 1025, 'too much')):
+        with pytest.raises(UserError, match=f'--attention kernel: .*{message}.*--attention plain'):
+            train_vit.why_plain(replace(cfg, **change), mesh, B, T)
+        assert train_vit.why_plain(replace(cfg, **{'attention': 'auto', **change}), mesh, B, T)
+    with pytest.raises(UserError, match='--attention flash'):
+        train_vit.check(replace(cfg, attention='flash'))
+
+
+COMPILE = '''
+import jax
+from jax.experimental import topologies
+from nano import attend, pallas
+
+pallas.lower = lambda name, one_device, *_: one_device  # the kernel alone, without PyTorch
+for chip, B, T, N, A in (('v5e', 8, 196, 2, 64), ('v6e', 16, 197, 2, 64)):
+    device = topologies.get_topology_desc(f'{chip}:2x2', platform='tpu').devices[0]
+    x = jax.ShapeDtypeStruct((B * T, N * A), 'bfloat16', sharding=jax.sharding.SingleDeviceSharding(device))
+    for direction, n in (('forward', 3), ('backward', 4)):
+        kernel = attend._lower(direction, T, A, '', ())
+        text = jax.jit(kernel).trace(*[x] * n).lower(lowering_platforms=('tpu',)).compile().as_text()
+        print('kernels:', text.count(f'op_name="jit(one_device)/attend_{direction}_block_'))
+'''
+
+
+def test_it_compiles_for_tpus():
+    import libtpu
+    env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'TPU_LIBRARY_PATH': libtpu.get_library_path(),
+           'TPU_SKIP_MDS_QUERY': '1', 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1', 'TPU_LOG_DIR': 'disabled'}
+    done = subprocess.run([sys.executable, '-c', COMPILE], cwd=Path(train_vit.__file__).parent, env=env, text=True,
+                          stdin=subprocess.DEVNULL, capture_output=True, timeout=300)
+    counts = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith('kernels:')]
+    assert done.returncode == 0 and len(counts) == 4 and min(counts) > 0, done.stderr[-3000:]

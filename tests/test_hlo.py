@@ -305,6 +305,22 @@ ENTRY %main (q: bf16[{T}]) -> ({q}, {q}, {q}) {{
         assert found.total == pytest.approx(found.flops / (share * 197e12) + B * H * blocks * hlo.KERNEL_STEP_S)
 
 
+def test_the_short_attention_kernel_counts_what_it_says_of_itself():
+    """By hand: 8 images of 196 patches, two heads; the most of arithmetic, schedule and traffic."""
+    x = 'bf16[1568,128]{1,0:T(8,128)(2,1)}'
+    text = f'''HloModule m
+ENTRY %main (q: bf16[1568]) -> {x} {{
+  %q = {x} parameter(0)
+  ROOT %attend_forward_block_784x128.1 = {x} custom-call(%q, %q, %q), custom_call_target="tpu_custom_call", backend_config={{"cost_estimate":{{"flops":"FLOPS","transcendentals":"SCORES","bytes_accessed":"1"}}}}
+}}
+'''
+    for flops, n_scores, seconds in ((10**12, 1, 1 / .78 / 197), (1, 1024 * 10**6, 6.1e6 / 1.5e9),
+                                     (1, 1, 4 * 2 * 1568 * 128 / (.65 * 819e9))):
+        found, p = cost(text.replace('FLOPS', str(flops)).replace('SCORES', str(n_scores)))
+        assert found.flops == flops and not p.uncosted
+        assert found.total == pytest.approx(seconds + 2 * hlo.KERNEL_STEP_S)
+
+
 @pytest.mark.parametrize('kind,n_slices,bytes_', [
     ('ALL_GATHER', 2, 1), ('ALL_GATHER', 4, 3), ('ALL_REDUCE', 2, 1), ('ALL_REDUCE', 4, 1.5)])
 def test_between_slices(kind, n_slices, bytes_):
