@@ -37,8 +37,8 @@ class Script:
 
     @property
     def options(self):
-        return [*self.more, *f'--layers 1 --width 32 --heads 2 --global_batch {BATCH} --accumulate 2 --keep {KEEP} --strict '
-                f'--save_every {SAVE_EVERY} --eval_every {EVAL_EVERY}'.split()]
+        return [*self.more, *f'--layers 1 --width 32 --heads 2 --global_batch {BATCH} --accumulate 2 --keep {KEEP} '
+                f'--strict --save_every {SAVE_EVERY} --eval_every {EVAL_EVERY}'.split()]
 
     def run(self, out, *options):
         """Exit code, stdout and stderr."""
