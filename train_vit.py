@@ -17,6 +17,7 @@ head, X = N * A, K classes.
 """
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -731,6 +732,7 @@ def export(cfg: Config):
     meta = checkpoint.read_meta(source, resume.META)
     then = resume.options_of(Config, source, meta, SHAPE)
     check(then)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing half-written is left
     found = {name: torch.empty(shape) for name, shape in weight_shapes(then).items()}
     prefix = 'ema.' if then.ema else ''
     checkpoint.load(source, {prefix + name: w for name, w in found.items()})
@@ -747,6 +749,9 @@ def find_data(cfg: Config) -> Config:
         return cfg
     here = Path(__file__).resolve().parent
     if not (here / cfg.data / 'manifest.json').exists():
+        if checkpoint.newest(resume.Folder(cfg.out).ckpt):
+            raise UserError(f'{cfg.out} holds a run, and --data is missing: start it with the same options, which are in '
+                            f'{cfg.out}/config.json')
         print('no image shards yet: making them of the default images (data/images.py)', flush=True)
         if code := subprocess.run([sys.executable, here / 'data' / 'images.py', '--out', here / cfg.data]).returncode:
             raise UserError(f'data/images.py ended with {code}, see above; others: python data/images.py FOLDER')

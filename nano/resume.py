@@ -259,7 +259,7 @@ def _check_data(cfg: Any, path: str, meta: dict[str, Any], data_hash: str):
     differs = [f'--{k} {then.get(k)}, not {getattr(cfg, k)}' for k in ('seed', 'seq_len')
                if hasattr(cfg, k) and then.get(k) != getattr(cfg, k)]
     if meta['data'] != data_hash:
-        differs.append(f'other tokens than those in {cfg.data} now')
+        differs.append(f'other data than those in {cfg.data} now')
     if differs and cfg.reset_data:
         meta['consumed'] = 0
     elif differs:

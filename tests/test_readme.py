@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nano import images, shards
+from nano import images, runtime, shards
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
@@ -122,7 +122,7 @@ def test_the_commands(checkout):
     for args in sorted(COMMANDS, key=lambda args: ('hf/flowers' in args and '--init_from' in args, '--export' in args,
                                                    not ' '.join(args).startswith('data/'))):
         if args[:1] == ['test']:  # pytest within pytest: that these tests are found is enough
-            found = launch(checkout, *args, '--collect-only', '-q', *([] if 'tests' in ' '.join(args) else ['tests']))
+            found = launch(checkout, *args, '--collect-only', '-q', *([] if args[1:] else ['tests/test_config.py']))
             assert re.search(r'tests? collected|/[0-9]+ tests collected', found.stdout)
         elif '--help' in args:
             found = launch(checkout, *args)
@@ -133,6 +133,9 @@ def test_the_commands(checkout):
         elif '--plan' in args:  # up to where it would be compiled, which takes minutes: tests/test_plan.py does that
             found = launch(checkout, *args, *SMALL, '--seq_len', 128, '--global_batch', 15, code=2)
             assert '--global_batch 15: must be a multiple of 16' in found.stderr
+        elif '--preset' in args and not runtime.tpu_chips():  # wants a TPU: its options and data are accepted before
+            found = launch(checkout, *args, '--device', 'tpu', code=2)
+            assert 'error: no TPU on this machine' in found.stderr
         elif args[:1] == ['train_vit.py']:
             small = SMALL_VIT[SMALL_VIT.index('--global_batch'):] if '--init_from' in args else SMALL_VIT
             found = launch(checkout, *args, *small, '--steps', 2)

@@ -249,7 +249,7 @@ def test_what_may_change_when_a_run_goes_on(whole, data, corpus, tmp_path):
     out = tmp_path / 'run'
     assert run(out, data, '--stop_at', 3, '--sample_tokens', 0)[0] == 0
     for options, message in ((('--seed', 2), '--seed 1, not 2'), (('--seq_len', 16), '--seq_len 32, not 16'),
-                             (('--data', corpus), 'other tokens than those in')):
+                             (('--data', corpus), 'other data than those in')):
         code, _, stderr = run(out, data, *options)
         assert code == 2 and message in stderr and '--reset_data' in stderr and stderr.count('\n') == 1, stderr
     code, stdout, _ = run(out, data, '--stop_at', 5, '--sample_tokens', 0, '--global_batch', 16, '--accumulate', 2)

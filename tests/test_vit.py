@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -288,6 +289,15 @@ def test_each_image_is_counted_once(devices, image_set):
     on_device = {n: w.to(torch_xla.device()) for n, w in weights.items()}
     rows = np.arange(16)
     found = train_vit.evaluate(cfg, train_vit.ViT(cfg, mesh), on_device, source, rows, lambda *batch: sent(cfg, mesh, batch))
+    # Each device has the images that its host reads, and all answers, so that each host can read them.
+    batch = sent(cfg, mesh, (np.arange(16, dtype=np.uint8)[:, None, None, None].repeat(16, 1).repeat(16, 2), np.arange(16)))
+    answers = train_vit.answers(cfg, train_vit.ViT(cfg, mesh), on_device, *batch)
+    torch_xla.sync(wait=True)
+    images_, labels_, answers_ = torch_xla._XLAC._get_local_shards([*batch, answers])
+    for device in range(8):
+        mine = runtime.rows_of_host(16, mesh, runtime.Runtime('cpu', 8, device, 8, '', (device,))).tolist()
+        assert images_[device][0][:, 0, 0, 0].tolist() == labels_[device][0][:, 0].tolist() == mine
+        assert torch.equal(answers_[device][0], answers.cpu())
     pictures, labels = source.read(np.arange(len(source)))
     x = (torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.3
     with torch.no_grad():
@@ -338,8 +348,14 @@ def test_pictures(tmp_path):
 
 @pytest.fixture(scope='module')
 def image_set(tmp_path_factory):
-    """Grey images of 16 x 16 pixels: a bright bar whose place is the class, 300 to train on and 77 to validate."""
+    """300 to train on and 77 to validate."""
     folder = tmp_path_factory.mktemp('images')
+    write_images(folder, train=(200, 100), val=77)
+    return folder
+
+
+def write_images(folder, train, val):
+    """Grey images of 16 x 16 pixels: a bright bar whose place is the class. `train` is how many are in each shard."""
     rng = np.random.default_rng(0)
     shards, sums = [], []
 
@@ -351,12 +367,11 @@ def image_set(tmp_path_factory):
             sums.append(image.mean() / 255)
             yield image.astype(np.uint8), label
 
-    for split, index, n in (('train', 0, 200), ('train', 1, 100), ('val', 0, 77)):
+    for split, index, n in (*(('train', i, n) for i, n in enumerate(train)), ('val', 0, val)):
         shards.append(images.write_shard(str(folder), split, index, (16, 16, 1), pictures(n)))
     images.write_manifest(str(folder), dict(
         format=1, kind='images', image=[16, 16, 1], classes=[f'row {k}' for k in range(K)], mean=[float(np.mean(sums))],
         std=[0.2], resize='none', shards=shards, source={}))
-    return folder
 
 
 OPTIONS = '''--device cpu --layers 2 --width 32 --heads 2 --mlp_width 64 --patch 4 --global_batch 16 --steps 12 --warmup 2
@@ -401,17 +416,27 @@ def test_what_a_run_leaves(whole_run):
     assert (config['classes'], config['channels'], config['image_size'], config['grid']) == (K, 1, 16, 4)
 
 
-def test_a_run_goes_on_bit_for_bit(whole_run, image_set, tmp_path):
-    code, stdout, stderr = run(tmp_path, image_set, '--stop_at', 5)
-    assert code == 0, stderr
-    code, stdout, stderr = run(tmp_path, image_set, '--strict')
-    assert code == 0 and 'goes on from' in stdout, stderr
-    for mine, theirs in zip(metrics(tmp_path), metrics(whole_run[0])):
+def test_a_run_in_an_object_store_goes_on_bit_for_bit(whole_run, image_set, tmp_path, monkeypatch):
+    """As that of train_gpt.py in test_runs.py; on a disk see test_kills.py."""
+    import fsspec
+    out, fs = f'memory://{tmp_path.name}/run', fsspec.filesystem('memory')
+    for n, options in enumerate((['--stop_at', 5], [])):
+        (tmp_path / f'machine {n}').mkdir()
+        monkeypatch.chdir(tmp_path / f'machine {n}')
+        code, stdout, stderr = run(out, image_set, '--strict', *options)
+        assert code == 0 and (not n or f'goes on from {out}/ckpt/step_00000005' in stdout), stderr
+    copy = tmp_path / 'copy'
+    fs.get(f'/{tmp_path.name}/run', str(copy), recursive=True)
+    for mine, theirs in zip(metrics(copy), metrics(whole_run[0])):
         assert [x['step'] for x in mine] == [x['step'] for x in theirs]
         for a, b in zip(mine, theirs):
             assert all(a[k] == b[k] for k in a if k in ('loss', 'grad_norm', 'val_loss', 'val_top1', 'lr', 'images'))
-    a, b = stored(tmp_path, 12), stored(whole_run[0], 12)
+    a, b = stored(copy, 12), stored(whole_run[0], 12)
     assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    assert {p.name for p in (copy / 'samples').iterdir()} == {p.name for p in (whole_run[0] / 'samples').iterdir()}
+    assert 'is complete' in run(out, image_set)[1]
+    train_vit.main(['--out', out, '--export', 'exported'])
+    assert torch.equal(hf_vit.read(Path('exported'))[1]['head_bias_K'], a['ema.head_bias_K'])
 
 
 @pytest.mark.slow
@@ -462,7 +487,8 @@ def test_refusals(image_set, tmp_path, options, says):
     assert not (tmp_path / 'out' / 'metrics.jsonl').exists()
 
 
-def test_the_default_data_are_made(tmp_path, monkeypatch):
+def test_the_default_data_are_made(whole_run, tmp_path, monkeypatch):
+    """Unless there is a run, which had others."""
     made = []
 
     def make(command):
@@ -471,5 +497,7 @@ def test_the_default_data_are_made(tmp_path, monkeypatch):
     monkeypatch.setattr(train_vit.subprocess, 'run', make)
     monkeypatch.setattr(train_vit, '__file__', str(tmp_path / 'train_vit.py'))
     with pytest.raises(UserError, match='ended with 3'):
-        train_vit.find_data(train_vit.Config())
-    assert re.search('data/images.py$', str(made[0][1])) and not shutil.os.path.exists(tmp_path / 'data')
+        train_vit.find_data(train_vit.Config(out=str(tmp_path / 'out')))
+    with pytest.raises(UserError, match='holds a run, and --data is missing'):
+        train_vit.find_data(train_vit.Config(out=str(whole_run[0])))
+    assert len(made) == 1 and re.search('data/images.py$', str(made[0][1])) and not shutil.os.path.exists(tmp_path / 'data')
