@@ -49,9 +49,9 @@ class Config:
     strict: bool = False  # a compile after the first step is an error, not a warning
 
     layers: int = 4  # L
-    width: int = 128  # D
+    width: int = 64  # D
     heads: int = 2  # N
-    mlp_width: int = 512  # F
+    mlp_width: int = 256  # F
     patch: int = 7  # pixels of a patch's side
     image_size: int = 0  # pixels of the square that the model sees; 0 is that of the data
     channels: int = 0  # C; 0 is those of the data
@@ -69,15 +69,15 @@ class Config:
     remat: str = 'none'  # what the backward pass computes again to save memory: none, dots or block, see REMAT
     scan: bool = True  # one compiled layer run L times; false unrolls the layers: slow to compile, for comparison
 
-    crop: str = 'shift'  # of training images: resized (a random part, see --min_area), shift (by --pad pixels), or none
+    crop: str = 'none'  # of training images: resized (a random part, see --min_area), shift (by --pad pixels), or none
     min_area: float = 0.05  # of crop resized: the smallest part of an image
     pad: int = 2  # of crop shift: at most this many pixels to each side
-    flip: bool = True  # left and right, half of the time
+    flip: bool = False  # left and right, half of the time
     randaugment: str = ''  # OPERATIONS,MAGNITUDE such as 2,10; empty is none
     mixup: float = 0.0  # Beta(a, a) of the share of another image; 0 is none
     label_smoothing: float = 0.0  # share of the target that is spread over all classes
 
-    steps: int = 3000  # updates in all
+    steps: int = 4500  # updates in all
     stop_at: int = 0  # end after this step, with a checkpoint and the schedule of all steps; 0 is at the last
     global_batch: int = 128  # images for each update, over all devices
     accumulate: int = 1  # micro-batches that a global batch is cut into, to save memory
@@ -94,7 +94,7 @@ class Config:
     max_bad: int = 5  # stop after this many steps in a row whose loss or gradient is not finite
 
     log_every: int = 10  # steps between lines of metrics.jsonl
-    eval_every: int = 500  # steps between evaluations, 0 only at the end
+    eval_every: int = 1000  # steps between evaluations, 0 only at the end
     eval_images: int = 0  # validation images to evaluate, spread evenly over all; 0 is all
     save_every: int = 500  # steps between checkpoints; the last step is saved too; 0 is only that
     keep: int = 2  # newest checkpoints to keep
@@ -104,13 +104,13 @@ class Config:
 
 # The recipe of big_vision's configs/vit_s16_i1k.py, whose weight decay of 1e-4 is not multiplied by the learning rate.
 # Its head has a hidden tanh layer; here it is linear, as the paper has it.
-IMAGENET = dict(patch=16, image_size=224, crop='resized', randaugment='2,10', mixup=0.2, steps=112600, global_batch=1024,
-                lr=1e-3, warmup=10000, weight_decay=0.1, eval_every=2500, save_every=2500, log_every=50)
+IMAGENET = dict(patch=16, image_size=224, remat='dots', crop='resized', flip=True, randaugment='2,10', mixup=0.2, steps=112600,
+                global_batch=1024, lr=1e-3, warmup=10000, weight_decay=0.1, eval_every=2500, save_every=2500, log_every=50)
 PRESETS = {
     'nano': {},
     's16': dict(IMAGENET, layers=12, width=384, heads=6, mlp_width=1536),
     'b16': dict(IMAGENET, layers=12, width=768, heads=12, mlp_width=3072),
-    'l16': dict(IMAGENET, layers=24, width=1024, heads=16, mlp_width=4096, remat='dots'),
+    'l16': dict(IMAGENET, layers=24, width=1024, heads=16, mlp_width=4096),
 }
 
 
@@ -388,6 +388,10 @@ def check_mesh(cfg: Config, mesh) -> int:
         least = row_shards * cfg.accumulate
         raise UserError(f'--global_batch {cfg.global_batch}: must be a multiple of {least} = {row_shards} (data x '
                         f'fsdp) x {cfg.accumulate} (--accumulate), such as {-(-cfg.global_batch // least) * least}')
+    on_device = cfg.global_batch // row_shards // cfg.accumulate
+    if cfg.mixup and augment.group_of(on_device) == 1:
+        raise UserError(f'--mixup {cfg.mixup}: it mixes images of one device and micro-batch, which has {on_device}: that '
+                        f'must have a divisor from 2 to {augment.GROUP}; take another --global_batch, --accumulate or --mesh')
     why = why_plain(cfg, mesh, cfg.global_batch // cfg.accumulate, patches(cfg))
     if why and cfg.attention == 'auto' and cfg.device == 'tpu':
         say(f'plain attention, not the kernel, which is faster: {why}')
@@ -446,7 +450,7 @@ def augmented(cfg: Config, mesh, images_BHWC: torch.Tensor, targets_BK: torch.Te
     x_BCHW, device, size = images_BHWC.permute(0, 3, 1, 2), images_BHWC.device, (cfg.image_size, cfg.image_size)
     dtype = matmul_dtype(cfg)
     # What mixes images does so within groups that lie on one device: nothing is sent.
-    group = math.gcd(augment.GROUP, B // (mesh.mesh_shape[0] * mesh.mesh_shape[1]) if mesh else B)
+    group = augment.group_of(B // (mesh.mesh_shape[0] * mesh.mesh_shape[1]) if mesh else B)
     flip_B = augment.coin(B, device) if cfg.flip else torch.zeros(B, dtype=torch.bool, device=device)
     if cfg.crop == 'resized':
         boxes_B4 = augment.random_boxes(B, H, W, device, (cfg.min_area, 1.0))

@@ -35,6 +35,11 @@ GROUP, N_OPERATIONS = 64, 16
 GREY = 128  # what a warp or a cutout leaves empty, as in big_vision
 
 
+def group_of(n: int) -> int:
+    """The largest group that n images on a device can be cut into."""
+    return max(g for g in range(1, min(n, GROUP) + 1) if n % g == 0)
+
+
 def normalize(x_BCHW: torch.Tensor, mean: tuple, std: tuple, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """(x / 255 - mean) / std for each channel; mean = std = (0.5,) * C is big_vision's value_range(-1, 1). Computed in
     `dtype`, for the compiler moves the images to another layout before it would round the result."""

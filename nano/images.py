@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Iterable
 
 import numpy as np
@@ -24,7 +25,8 @@ import numpy as np
 from nano.shards import IGNORE, DataError, file_sha256, read_manifest, rename, verify_files, write_json
 
 SCRIPT = 'data/images.py'
-BLOCK = 256  # files that are open at once, at most; a process often has 1,024 descriptors
+BLOCK = 64  # pictures that a thread reads at a time, and files that it has open at most
+THREADS = 4  # that read a batch; most of it is copying, which Python's lock does not hold up
 
 
 class Images:
@@ -41,6 +43,7 @@ class Images:
         self.paths = [os.path.join(folder, s['images']['file']) for s in entries]
         self.starts = np.cumsum([0] + [s['count'] for s in entries], dtype=np.int64)  # of each shard, and the end
         self.data_starts = [_read_header(p, 'uint8', (s['count'], *self.shape)) for p, s in zip(self.paths, entries)]
+        self.threads = ThreadPoolExecutor(THREADS, 'images')
         self.labels_N = np.concatenate([_read_labels(folder, s, len(self.classes)) for s in entries])
 
     def __len__(self) -> int:
@@ -56,8 +59,8 @@ class Images:
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f'images {indices.min()} to {indices.max()} of {len(self)}')
         images_NHWC = np.empty((len(indices), *self.shape), np.uint8)
-        for first in range(0, len(indices), BLOCK):
-            self._read_block(indices[first:first + BLOCK], images_NHWC[first:first + BLOCK])
+        blocks = [slice(i, i + BLOCK) for i in range(0, len(indices), BLOCK)]
+        list(self.threads.map(self._read_block, (indices[b] for b in blocks), (images_NHWC[b] for b in blocks)))
         return images_NHWC, self.labels_N[indices]
 
     def _read_block(self, indices: np.ndarray, images_NHWC: np.ndarray):

@@ -105,26 +105,29 @@ def test_what_the_kernel_cannot_take_is_said(monkeypatch):
 
 
 COMPILE = '''
+import sys
 import jax
 from jax.experimental import topologies
 from nano import attend, pallas
 
 pallas.lower = lambda name, one_device, *_: one_device  # the kernel alone, without PyTorch
-for chip, B, T, N, A in (('v5e', 8, 196, 2, 64), ('v6e', 16, 197, 2, 64)):
-    device = topologies.get_topology_desc(f'{chip}:2x2', platform='tpu').devices[0]
-    x = jax.ShapeDtypeStruct((B * T, N * A), 'bfloat16', sharding=jax.sharding.SingleDeviceSharding(device))
-    for direction, n in (('forward', 3), ('backward', 4)):
-        kernel = attend._lower(direction, T, A, '', ())
-        text = jax.jit(kernel).trace(*[x] * n).lower(lowering_platforms=('tpu',)).compile().as_text()
-        print('kernels:', text.count(f'op_name="jit(one_device)/attend_{direction}_block_'))
+chip, B, T, N, A = sys.argv[1], *map(int, sys.argv[2:])
+device = topologies.get_topology_desc(f'{chip}:2x2', platform='tpu').devices[0]
+x = jax.ShapeDtypeStruct((B * T, N * A), 'bfloat16', sharding=jax.sharding.SingleDeviceSharding(device))
+for direction, n in (('forward', 3), ('backward', 4)):
+    kernel = attend._lower(direction, T, A, '', ())
+    text = jax.jit(kernel).trace(*[x] * n).lower(lowering_platforms=('tpu',)).compile().as_text()
+    print('kernels:', text.count(f'op_name="jit(one_device)/attend_{direction}_block_'))
 '''
 
 
-def test_it_compiles_for_tpus():
+@pytest.mark.parametrize('chip,B,T,N,A', [
+    ('v5e', 8, 196, 2, 64), pytest.param('v6e', 16, 197, 2, 64, marks=pytest.mark.slow)])
+def test_it_compiles_for_tpus(chip, B, T, N, A):
     import libtpu
     env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'TPU_LIBRARY_PATH': libtpu.get_library_path(),
            'TPU_SKIP_MDS_QUERY': '1', 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1', 'TPU_LOG_DIR': 'disabled'}
-    done = subprocess.run([sys.executable, '-c', COMPILE], cwd=Path(train_vit.__file__).parent, env=env, text=True,
+    done = subprocess.run([sys.executable, '-c', COMPILE, chip, *map(str, (B, T, N, A))], cwd=Path(train_vit.__file__).parent, env=env, text=True,
                           stdin=subprocess.DEVNULL, capture_output=True, timeout=300)
     counts = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith('kernels:')]
-    assert done.returncode == 0 and len(counts) == 4 and min(counts) > 0, done.stderr[-3000:]
+    assert done.returncode == 0 and len(counts) == 2 and min(counts) > 0, done.stderr[-3000:]

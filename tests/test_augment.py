@@ -255,6 +255,10 @@ def test_the_operations_are_those_of_magnitude_10(seed):
 
 # ---- Mixup, normalization ----
 
+def test_a_group_is_the_largest_part_of_a_devices_images():
+    assert [augment.group_of(n) for n in (1, 5, 64, 67, 96, 128, 1000)] == [1, 5, 64, 1, 48, 64, 50]
+
+
 def test_mixup_mixes_neighbors_of_a_group(seed):
     torch.manual_seed(seed)
     x, targets = pictures(seed, 12, 4, 5), torch.eye(12)

@@ -479,6 +479,7 @@ def test_export_and_start_from_it(whole_run, image_set, tmp_path, seed):
     (['--patch', '5', '--image_size', '16'], '--patch 5'), (['--heads', '3'], '--heads 3'), (['--classes', '3'], '--classes 3'),
     (['--randaugment', 'x'], '--randaugment x'), (['--mean', '1,2', '--std', '1,1'], '--mean 1,2'),
     (['--crop', 'centre'], 'resized, shift, none'), (['--global_batch', '12'], 'multiple of 8'),
+    (['--global_batch', '8'], '--mixup 0.2: it mixes'),
     (['--channels', '3'], '--channels 3'), (['--image_size', '32', '--crop', 'shift'], '16 x 16'),
     (['--data', 'nowhere'], 'data/images.py')])
 def test_refusals(image_set, tmp_path, options, says):
