@@ -5,11 +5,11 @@
 In parallel, and resumable: a file has another name until its sha256 is the manifest's, and what is there is not fetched
 again. The manifest comes last, as its presence means complete. NANO_DATA is the folder for all of them.
 """
+import fcntl
 import hashlib
 import json
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Any, Callable
 
@@ -30,7 +30,7 @@ def fetch(data: str, log: Callable[[str], Any] = say) -> str:
     if '://' not in data:
         return data
     from nano.checkpoint import _cause, file_system
-    from nano.shards import DataError, file_sha256, parallel, rename
+    from nano.shards import DataError
     data, fs = data.rstrip('/'), file_system(data)
     folder = Path(folder_of(data))
     try:
@@ -42,20 +42,28 @@ def fetch(data: str, log: Callable[[str], Any] = say) -> str:
         raise UserError(f'{data}: its manifest.json cannot be read ({_cause(e)}). Is it there, and may this machine read '
                         f'it? For gs://: gcloud storage ls {data}; gcloud auth application-default login') from e
     folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another run of this machine may fetch the same: the second finds it done
+        _copy(fs, data, folder, text, wanted, log)
+    finally:
+        os.close(lock)
+    return str(folder)
+
+
+def _copy(fs, data: str, folder: Path, text: bytes, wanted: dict[str, str], log: Callable[[str], Any]):
+    from nano.checkpoint import _cause
+    from nano.shards import DataError, file_sha256, parallel, rename
     manifest = folder / 'manifest.json'
     if manifest.exists() and manifest.read_bytes() != text:
         manifest.unlink()  # other data are at the address now
 
     def one(name: str):
-        path = folder / name
-        part = f'{path}.{os.getpid()}.{threading.get_ident()}.part'  # two processes may fetch the same
+        path, part = folder / name, f'{folder / name}.part'  # a part that is there goes on where it was broken off
         if path.exists():
             if manifest.exists() or file_sha256(path) == wanted[name]:
                 return
             path.unlink()
-        kept = max(folder.glob(f'{name}.*.part'), key=lambda p: p.stat().st_size, default=None)
-        if kept:  # of a fetch that was broken off: goes on where that ended
-            os.replace(kept, part)
         try:
             size = fs.info(f'{data}/{name}')['size']
             with open(part, 'ab') as f:
@@ -79,7 +87,6 @@ def fetch(data: str, log: Callable[[str], Any] = say) -> str:
         (folder / 'manifest.new').write_bytes(text)
         rename(str(folder / 'manifest.new'), str(manifest))
         log(f'{data}: {len(wanted)} files are in {folder}')
-    return str(folder)
 
 
 def _files(manifest: dict):

@@ -127,7 +127,7 @@ pack() { # the checkout as git would have it, edits included; sets revision
 }
 # What a worker's bash reads from stdin does nothing before its last line, so a broken connection leaves nothing half done.
 send_setup() {
-  printf 'revision=%q\n' "$revision"
+  printf 'revision=%q more=%q\n' "$revision" "$(case " ${command[*]}" in *[\ =]gs://*) echo gcsfs==2026.10.1 ;; esac)"
   cat <<'REMOTE'
 main() {
   trap '' HUP
@@ -135,7 +135,9 @@ main() {
   new=$(mktemp -d ./new.XXXXXX)
   tar -xzf - -C "$new" || { rm -rf "$new"; exit 1; }
   mv -T "$new" "$revision" 2>/dev/null || rm -rf "$new" # it is there already
-  if NANO_VENV=$HOME/nano/.venv NANO_ID='' TPU='' bash "$revision/launch.sh" setup 2>&1; then
+  if NANO_VENV=$HOME/nano/.venv NANO_ID='' TPU='' bash "$revision/launch.sh" setup 2>&1 &&
+    { [ -z "$more" ] || ../.venv/bin/python -c 'import gcsfs' 2>/dev/null ||
+      ../.venv/bin/python -m pip install -q "$more" 2>&1; }; then
     echo '@ok 0'
   else echo '@failed'; fi
 }
