@@ -71,8 +71,9 @@ all() { # all FUNCTION COMMAND: confirmed, on all workers at once; sets bad to t
 }
 hosts() { cat "$root/nano/hosts.py"; } # is itself what the worker's Python reads
 
-look() { # sets n; fails if the slice is not usable
+look() { # sets n and state ('' if gcloud does not tell); fails if the slice is not usable
   local found
+  state=
   found=$(ask tpu-vm describe "$TPU" --format='value(state,networkEndpoints.len())') || return 1
   read -r state n <<<"$found"
   [ "$state" = READY ] || { say "slice $TPU is $state"; return 1; }
@@ -188,7 +189,7 @@ start() { # the command on all workers
 }
 follow() { # follow RUN ID: worker 0's log to its end; returns the run's exit code, 97 if worker 0 cannot be reached
   local name=$1 id=$2 seen=0 tries=0 line code
-  trap 'trap - INT; say "detached; the run goes on: --attach follows it again, --stop ends it"; exit 0' INT
+  trap 'trap - INT; say "detached; the run goes on: --attach follows it again, --stop ends it"; exit ${detached-0}' INT
   while :; do
     code=
     while IFS= read -r line; do
@@ -215,36 +216,53 @@ launch() { # to the end of the run
 }
 
 keep_alive() { # keep_alive TYPE SCRIPT ARGS...
-  local type=$1 log quick=0 again=0 began code state first=''
+  local type=$1 log quick=0 again=0 began code state first='' lost='' detached=96
   shift
   command=("$@")
   name_run "$@"
   mkdir -p "$root/out"
   log=$root/out/keep-alive-$TPU-$run.log
   note() { say "$1"; printf '%s %s\n' "$(date '+%F %T')" "$1" >>"$log"; }
+  gone() { note "slice $TPU is $state: deleted"; delete; }
   while :; do
-    state=$(gcloud compute tpus queued-resources describe "$TPU" "${where[@]}" --format='value(state.state)' 2>/dev/null) ||
-      state=none
-    case $state in
-    SUSPENDING | SUSPENDED | FAILED) note "slice $TPU is $state: deleted"; delete || return; state=none ;;
-    esac
-    if [ "$state" = ACTIVE ] && ! look; then note "slice $TPU was preempted: deleted"; delete || return; state=none; fi
+    # A slice is deleted only when Google says that it is gone, and made only when Google says that there is none: the
+    # laptop's own network fails too.
+    state=$(gcloud compute tpus queued-resources describe "$TPU" "${where[@]}" --format='value(state.state)' 2>"$tmp/said") ||
+      case $(<"$tmp/said") in *NOT_FOUND* | *"not found"*) state=none ;; *) state=unknown ;; esac
+    case $state in SUSPENDED | FAILED) gone || return; state=none ;; esac
     if [ "$state" = none ]; then
       create "$type" || { note 'the slice could not be created, see above'; return 1; }
       note "slice $TPU is created"
+      lost=
     fi
-    began=$SECONDS code=0
-    (launch) 2>&1 | tee "$tmp/last" || code=${PIPESTATUS[0]}
-    case $code in
-    0) note "run $run is complete, after $again repeats"; return 0 ;;
-    129 | 130 | 143) note "run $run was stopped"; return "$code" ;;
-    esac
-    again=$((again + 1))
-    if ! look 2>/dev/null; then
-      quick=0
-      note "preemption: the slice is gone (exit code $code); repeat $again, from the newest checkpoint"
+    if ! look; then
+      case $state in PREEMPTED | TERMINATED | STOPPED) gone || return ;; esac
+      sleep "$nap"
       continue
     fi
+    began=$SECONDS code=0
+    if [ -n "$lost" ]; then # out of sight for a while: the run may be alive
+      (follow "$run" '') 2>&1 | tee "$tmp/last" || code=${PIPESTATUS[0]}
+    else
+      (launch) 2>&1 | tee "$tmp/last" || code=${PIPESTATUS[0]}
+    fi
+    lost=
+    case $code in
+    0) note "run $run is complete, after $again repeats"; return 0 ;;
+    96) note 'nobody watches any more; the same command goes on'; return 0 ;;
+    129 | 130 | 143) note "run $run was stopped"; return "$code" ;;
+    esac
+    if ! look 2>/dev/null && [ -n "$state" ]; then
+      again=$((again + 1)) quick=0
+      note "preemption: the slice is gone, $state (exit code $code); repeat $again, from the newest checkpoint"
+      continue
+    fi
+    if [ "$code" = 97 ]; then
+      lost=yes
+      note "worker 0 cannot be reached; looking again"
+      continue
+    fi
+    again=$((again + 1))
     if [ $((SECONDS - began)) -lt "${QUICK_S:-600}" ]; then quick=$((quick + 1)); else quick=1 first=''; fi
     [ -n "$first" ] || first=$(grep -A60 'failed first\|nothing was started' "$tmp/last" || tail -n 20 "$tmp/last")
     note "run $run failed with exit code $code ($quick in a row); repeat $again"

@@ -42,7 +42,9 @@ def make(folder, n):
     for i in range(n):
         python = folder / f'w{i}' / 'nano' / '.venv' / 'bin' / 'python'
         python.parent.mkdir(parents=True)
-        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        # Never the pip of the Python that runs these tests: what it is asked for is noted.
+        python.write_text('#!/bin/sh\n[ "$1 $2" != "-m pip" ] || { echo "$*" >>~/pip; exit; }\n'
+                          f'exec {sys.executable} "$@"\n')
         python.chmod(0o755)
         stamp = f'{folder}/w{i}/nano, Python {sys.version_info[0]}.{sys.version_info[1]}\n'
         (python.parent.parent / 'launch.stamp').write_text(stamp + (CLOUD / 'hashes').read_text())
@@ -52,7 +54,12 @@ def make(folder, n):
 def ssh(folder, options):
     if 'command' not in options:
         fail('tpu-vm ssh', 'the stand-in has no terminal')
-    i, n = int(options['worker']), int((folder / 'n').read_text())
+    n = int((folder / 'n').read_text())
+    if options['worker'] == 'all':  # at once; the first code that is not 0 counts
+        alone = [[a for a in sys.argv if a != '--worker=all'] + [f'--worker={i}'] for i in range(n)]
+        children = [subprocess.Popen([sys.executable, *args], stdin=subprocess.DEVNULL) for args in alone]
+        sys.exit(next((code for code in [c.wait() for c in children] if code), 0))
+    i = int(options['worker'])
     if i >= n:
         fail('tpu-vm ssh', f'Invalid value for [--worker]: worker index {i} is larger than the valid worker indexes')
     home = folder / f'w{i}'
@@ -60,6 +67,8 @@ def ssh(folder, options):
     env = {'PATH': os.environ['PATH'], 'HOME': str(home), 'TPU_WORKER_ID': str(i), 'NANO_PORT': str(port),
            'TPU_WORKER_HOSTNAMES': ','.join(['localhost'] * n), 'NANO_TPU_LOCK': str(home / 'lock'),
            'NANO_TPU_DEVICES': str(home / 'accel*'), 'NANO_GRACE_S': '3', 'NANO_JOIN_S': '30', 'LANG': 'C'}
+    if (CLOUD / 'own ports').exists():  # those that the runs choose by their names
+        del env['NANO_PORT']
     for attempt in range(3):
         print(f'SSH: Attempting to connect to worker {i}...', file=sys.stderr)
         what = fault(f'ssh{i}')
@@ -74,7 +83,7 @@ def ssh(folder, options):
             code = 255 if lost else code
         if code != 255:
             sys.exit(code)
-        print(f'Retrying: SSH command error: [/usr/bin/ssh] exited with return code [255].', file=sys.stderr)
+        print('Retrying: SSH command error: [/usr/bin/ssh] exited with return code [255].', file=sys.stderr)
     fail('tpu-vm ssh', '[/usr/bin/ssh] exited with return code [255].', 255)
 
 

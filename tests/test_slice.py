@@ -2,7 +2,6 @@
 import glob
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -143,7 +142,7 @@ def test_a_failure_is_the_launchers_exit_code(laptop):
 
 def test_ctrl_c_detaches_attach_follows_stop_ends(laptop):
     laptop = laptop(4)
-    laptop.script('print("runs", flush=True); time.sleep(60)')
+    laptop.script('print("runs\\nstep 12/20  loss 3.2500  9 tokens/s", flush=True); time.sleep(60)')
     p = laptop.start('train_toy.py', RUN='mine')
     laptop.until(lambda: all(laptop.started(i) for i in range(4)))
     time.sleep(1)
@@ -151,6 +150,7 @@ def test_ctrl_c_detaches_attach_follows_stop_ends(laptop):
     out, err = p.communicate(timeout=20)
     assert p.returncode == 0 and 'detached' in err and 'runs' in out
     assert laptop.run('--status', RUN='mine').out.count('running, pid') == 4
+    assert 'step 12, loss 3.2500; no TPU' in laptop.run('--status').out
     again = laptop.start('--attach')
     time.sleep(1)
     (laptop.home(1) / 'lock').touch()
@@ -179,6 +179,19 @@ while not os.path.exists(seen): time.sleep(.1)''')
     creates = [c for c in laptop.calls() if c[3] == 'create']
     assert len(creates) == 2 and creates[0] == creates[1] and '--spot' in creates[1]
     assert 'preemption' in (laptop.checkout / 'out/keep-alive-pod-train_toy.log').read_text()
+
+
+def test_keep_alive_deletes_nothing_when_its_own_network_fails(laptop):
+    laptop = laptop(2)
+    laptop.script(f'while not os.path.exists({str(laptop.cloud / "end")!r}): time.sleep(.1)')
+    for _ in range(3):
+        laptop.fault('error', 'Unable to reach the server')
+    p = laptop.start('--keep-alive', 'v5e-16', '--spot', 'train_toy.py')
+    laptop.until(lambda: all(laptop.started(i) for i in range(2)))
+    (laptop.cloud / 'end').touch()
+    out, err = p.communicate(timeout=30)
+    assert p.returncode == 0 and 'is complete, after 0 repeats' in err, err
+    assert not [c for c in laptop.calls() if c[3] == 'delete'] and sum(c[3] == 'create' for c in laptop.calls()) == 1
 
 
 def test_keep_alive_gives_up_on_a_program_that_fails(laptop):
@@ -211,6 +224,40 @@ def test_no_gcloud_no_slice_no_zone(tmp_path):
     assert 'there is no slice pod' in laptop.run('train_toy.py').err
     assert 'say where: ZONE=' in laptop.run('--status', ZONE=None).err
     assert laptop.run('--status', TPU=None).returncode == 2
+
+
+def test_gcloud_on_all_workers_without_a_laptops_side(laptop):
+    laptop = laptop(4)
+    laptop.script('time.sleep(1)\nif sys.argv[1:] == ["fail"] and me == 2: sys.exit(255)')
+    assert laptop.run('train_toy.py').returncode == 0  # brings the checkout
+    laptop.fault('ssh3', 'lost')
+
+    def gcloud(*args):
+        command = f'NANO_VENV=$HOME/nano/.venv bash nano/checkouts/*/launch.sh train_toy.py {" ".join(args)}'
+        return subprocess.run(['gcloud', 'compute', 'tpus', 'tpu-vm', 'ssh', 'pod', '--zone=z', '--worker=all',
+                               f'--command={command}'], env=laptop.env, text=True, capture_output=True, timeout=60)
+    done = gcloud('fail')  # of code 255 gcloud would think that the connection was lost, and start it again
+    assert done.returncode == 254 and 'worker 2 failed first, with exit code 255' in done.stdout
+    assert [laptop.started(i) for i in range(3)] == [2] * 3  # worker 3's connection was lost; see test_supervisor.py
+
+
+def test_two_runs_at_once_are_told_apart(laptop):
+    laptop = laptop(4)
+    (laptop.cloud / 'own ports').touch()
+    laptop.script('print("I am", sys.argv[2], flush=True); time.sleep(60)')
+    names = [f'run{os.getpid()}{letter}' for letter in 'ab']
+    both = [laptop.start('train_toy.py', '--out', f'gs://bucket/{name}/') for name in names]
+    laptop.until(lambda: all(laptop.started(i) == 2 for i in range(4)))
+    if (laptop.home(3) / 'pip').exists():  # unless it is there
+        assert (laptop.home(3) / 'pip').read_text().splitlines()[0] == '-m pip install -q gcsfs==2026.10.1'
+    refused = laptop.run('train_toy.py', '--out', f'x/{names[0]}')
+    assert refused.returncode == 2 and 'is alive on this host' in refused.out
+    assert f'which (RUN=...): {names[1]}, {names[0]}' in laptop.run('--stop').out.replace(
+        f'{names[0]}, {names[1]}', f'{names[1]}, {names[0]}')
+    assert laptop.run('--stop', RUN=names[0]).returncode == 0
+    assert both[0].wait(20) == 143 and both[1].poll() is None
+    assert laptop.run('--status', RUN=names[1]).out.count('running, pid') == 4
+    assert laptop.run('--stop').returncode == 0 and both[1].wait(20) == 143
 
 
 def test_delete(laptop):
