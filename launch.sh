@@ -4,7 +4,7 @@
 #   bash launch.sh                        train_gpt.py with its defaults
 #   bash launch.sh SCRIPT ARGS...         any script of this checkout; ARGS arrive exactly as typed
 #   bash launch.sh test [PYTEST ARGS...]  the tests
-#   TPU=NAME bash launch.sh SCRIPT ARGS   on all workers of a TPU slice; --create, --status, --stop and more: nano/slice.sh
+#   TPU=NAME bash launch.sh SCRIPT ARGS   on all workers of a TPU slice; nano/slice.sh has --create and more
 #
 # Setting up makes .venv beside this file, with the versions of requirements.txt. Later launches find it and start at
 # once. PYTHON=/path/to/python3.12 chooses the Python, UV=no installs by pip alone. .venv may be deleted at any time.
@@ -24,7 +24,8 @@ scripts() { (cd "$here" && grep -ls "^if __name__ == '__main__':" ./*.py data/*.
 need=(requirements.txt)
 case ${1-} in
 -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$here/launch.sh"; exit ;;
---create | --delete | --attach | --status | --stop | --logs | --ssh | --keep-alive) exec bash "$here/nano/slice.sh" "$@" ;;
+--create | --delete | --attach | --status | --stop | --logs | --ssh | --keep-alive)
+  exec bash "$here/nano/slice.sh" "$@" ;;
 -*) die "the script comes first, its options after it: bash launch.sh train_gpt.py $1 ..." 2 ;;
 setup) ;; # only sets up; for slice.sh
 test) need+=(tests/requirements.txt) ;;

@@ -39,8 +39,8 @@ def fetch(data: str, log: Callable[[str], Any] = say) -> str:
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise DataError(f'{data}/manifest.json: is not the manifest of shards ({e}): copy the folder again') from e
     except Exception as e:  # an object store's client raises its own
-        raise UserError(f'{data}: its manifest.json cannot be read ({_cause(e)}). Is it there, and may this machine read '
-                        f'it? For gs://: gcloud storage ls {data}; gcloud auth application-default login') from e
+        raise UserError(f'{data}: its manifest.json cannot be read ({_cause(e)}). Is it there, and may this machine '
+                        f'read it? For gs://: gcloud storage ls {data}; gcloud auth application-default login') from e
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
@@ -78,8 +78,8 @@ def _copy(fs, data: str, folder: Path, text: bytes, wanted: dict[str, str], log:
                             f'there') from e
         if (found := file_sha256(part)) != wanted[name]:
             os.unlink(part)
-            raise DataError(f'{data}/{name}: sha256 is {found}, the manifest says {wanted[name]}: damaged there; copy it '
-                            'again')
+            raise DataError(f'{data}/{name}: sha256 is {found}, the manifest says {wanted[name]}: damaged there; copy '
+                            'it again')
         rename(part, str(path))
 
     parallel(one, list(wanted), f'{data}: fetching to {folder}', log)

@@ -31,7 +31,7 @@ from pathlib import Path
 JOIN_S = float(os.environ.get('NANO_JOIN_S', 600))  # all must have come by then
 SILENCE_S = float(os.environ.get('NANO_SILENCE_S', 30))  # a host that says nothing for so long is lost
 GRACE_S = float(os.environ.get('NANO_GRACE_S', 20))  # from SIGTERM to SIGKILL when another host has failed
-STOP_S = float(os.environ.get('NANO_STOP_S', 660))  # the same when a user stops the run: a large checkpoint takes minutes
+STOP_S = float(os.environ.get('NANO_STOP_S', 660))  # the same when a user stops it: a checkpoint takes minutes
 LOST = 75  # exit code of a run that lost a host; EX_TEMPFAIL: trying again can help
 STOPPED = (129, 130, 143)  # a script that was asked to end, and did
 LOCK = os.environ.get('NANO_TPU_LOCK', '/tmp/libtpu_lockfile')  # libtpu leaves it when it is killed (jax-ml/jax#10192)
@@ -47,7 +47,7 @@ def runs():
 # ---- Processes, the device, the log ----
 
 def ticks(pid):
-    """When process `pid` started, in ticks since the boot; None without one. With it a pid names one process for ever."""
+    """When process `pid` started, in ticks since the boot; None without one. It makes a pid unique."""
     try:
         fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
         return None if fields[0] in 'ZX' else int(fields[19])
@@ -372,7 +372,7 @@ class Host:
     def fail(self, index, code, text, tail=''):
         """Ends the run everywhere. Shows what happened before anything else is said of it."""
         bar = '=' * 20
-        self.say(f'{bar} {text} {bar}' + (f'\nthe last of its log:\n{tail}\n{bar} worker {index} {bar}' if tail else ''))
+        self.say(f'{bar} {text} {bar}' + (f'\nthe end of its log:\n{tail}\n{bar} worker {index} {bar}' if tail else ''))
         (self.folder / 'failure.txt').write_text(f'{text}\n{tail}\n')
         self.order('end', code=code, text=text)
 
@@ -426,7 +426,7 @@ class Host:
             try:
                 server.bind(('', self.port))
             except OSError as e:
-                self.say(f'error: port {self.port} of this host cannot be had ({e.strerror}): set NANO_PORT on all hosts')
+                self.say(f'error: port {self.port} cannot be had here ({e.strerror}): set NANO_PORT on all hosts')
                 self.note(phase='ended', code=2)
                 self.show()
                 return 2
@@ -519,8 +519,8 @@ class Host:
                 return
             except OSError as e:
                 if time.monotonic() > until:
-                    self.say(f'error: no answer from worker 0 ({self.hosts[0]}:{self.port}) within {JOIN_S:.0f} s ({e}). '
-                             f'Likely causes: {CAUSES}')
+                    self.say(f'error: no answer from worker 0 ({self.hosts[0]}:{self.port}) within {JOIN_S:.0f} s '
+                             f'({e}). Likely causes: {CAUSES}')
                     self.verdict = 2
                     return
                 self.show()
@@ -664,8 +664,8 @@ def status(name):
     step, loss = re.findall(r'\bstep ([\d,]+)', log), re.findall(r'\bloss ([\d.]+|nan)', log)
     state = f'{record["phase"]}, pid {record["pid"]}' if record['alive'] else (
         f'ended with {record["code"]}' if 'code' in record else 'gone (rebooted or killed)')
-    print(f'{record["name"]} {record["id"]}: {state}; step {step[-1] if step else "-"}, loss {loss[-1] if loss else "-"}; '
-          f'{device()}; {last[:100]}')
+    print(f'{record["name"]} {record["id"]}: {state}; step {(step or "-")[-1]}, loss {(loss or "-")[-1]}; {device()}; '
+          f'{last[:100]}')
     return 0
 
 

@@ -44,7 +44,8 @@ ask() { # gcloud, with advice when it fails
 need_name() { [ -n "${TPU-}" ] || die 'say which slice: TPU=NAME bash launch.sh ...' 2; }
 
 on() { # on I COMMAND: runs it on worker I; stdin is sent along. One call for each worker: they cannot share a stdin
-  gcloud compute tpus tpu-vm ssh "$TPU" "${where[@]}" --worker="$1" --ssh-flag='-o ServerAliveInterval=15' --command="$2"
+  gcloud compute tpus tpu-vm ssh "$TPU" "${where[@]}" --worker="$1" --ssh-flag='-o ServerAliveInterval=15' \
+    --command="$2"
 }
 confirmed() { # confirmed I FUNCTION COMMAND: until the worker itself says that it is done; gcloud's code does not tell:
   local i=$1 try # it repeats a lost command by itself, with what is left of stdin, and then nothing may have been done
@@ -66,7 +67,9 @@ all() { # all FUNCTION COMMAND: confirmed, on all workers at once; sets bad to t
   done
   bad=()
   for ((i = 0; i < n; i++)); do wait "${pids[i]}" || bad+=("$i"); done
-  for i in "${bad[@]}"; do say "worker $i failed: $(tail -n 3 "$tmp/out.$i" "$tmp/err.$i" 2>/dev/null | tr '\n' ' ')"; done
+  for i in "${bad[@]}"; do
+    say "worker $i failed: $(tail -qn 3 "$tmp/out.$i" "$tmp/err.$i" 2>/dev/null | tr '\n' ' ')"
+  done
   [ ${#bad[@]} -eq 0 ]
 }
 hosts() { cat "$root/nano/hosts.py"; } # is itself what the worker's Python reads
@@ -126,7 +129,7 @@ pack() { # the checkout as git would have it, edits included; sets revision
   tar -czf "$tmp/checkout.tgz" --null -T "$tmp/files" --transform='s,^,./,' -C "$tmp" --add-file=.revision
   cd - >/dev/null
 }
-# What a worker's bash reads from stdin does nothing before its last line, so a broken connection leaves nothing half done.
+# What a worker's bash reads from stdin does nothing before its last line: a lost connection does nothing by halves.
 send_setup() {
   printf 'revision=%q more=%q\n' "$revision" "$(case " ${command[*]}" in *[\ =]gs://*) echo gcsfs==2026.10.1 ;; esac)"
   cat <<'REMOTE'
@@ -227,7 +230,8 @@ keep_alive() { # keep_alive TYPE SCRIPT ARGS...
   while :; do
     # A slice is deleted only when Google says that it is gone, and made only when Google says that there is none: the
     # laptop's own network fails too.
-    state=$(gcloud compute tpus queued-resources describe "$TPU" "${where[@]}" --format='value(state.state)' 2>"$tmp/said") ||
+    state=$(gcloud compute tpus queued-resources describe "$TPU" "${where[@]}" --format='value(state.state)' \
+      2>"$tmp/said") ||
       case $(<"$tmp/said") in *NOT_FOUND* | *"not found"*) state=none ;; *) state=unknown ;; esac
     case $state in SUSPENDED | FAILED) gone || return; state=none ;; esac
     if [ "$state" = none ]; then
@@ -322,7 +326,7 @@ case $1 in
   code=0
   launch || code=$?
   case $code in
-  97) die "worker 0 of $TPU cannot be reached: see bash launch.sh --status; --attach follows the run again if it is alive" ;;
+  97) die "worker 0 of $TPU cannot be reached: --status tells more, --attach follows a run that is alive" ;;
   98) die 'nothing was started on the workers that are named above; --stop ends what was' ;;
   esac
   exit "$code" ;;

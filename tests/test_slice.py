@@ -14,7 +14,10 @@ import pytest
 from test_launch import NASTY, ROOT
 from test_supervisor import SCRIPT
 
-SHOW = SCRIPT + "import json; json.dump([sys.argv[1:], os.environ.get('HF_TOKEN')], open(os.environ['HOME'] + '/got', 'w'))\n"
+SHOW = SCRIPT + '''
+import json
+json.dump([sys.argv[1:], os.environ.get('HF_TOKEN')], open(os.environ['HOME'] + '/got', 'w'))
+'''
 
 
 class Laptop:
@@ -34,8 +37,8 @@ class Laptop:
             subprocess.run([*git, *args], check=True)
         (self.checkout / 'train_toy.py').write_text(SHOW + "if __name__ == '__main__':\n    pass\n")  # not committed
         (self.checkout / 'new file').touch()
-        (self.cloud / 'hashes').write_text(subprocess.run(['sha256sum', 'requirements.txt'], cwd=self.checkout, text=True,
-                                                          capture_output=True).stdout)
+        (self.cloud / 'hashes').write_text(subprocess.run(['sha256sum', 'requirements.txt'], cwd=self.checkout,
+                                                          text=True, capture_output=True).stdout)
         (tmp / 'bin').mkdir()
         (tmp / 'bin' / 'gcloud').write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/fake_gcloud.py "$@"\n')
         (tmp / 'bin' / 'gcloud').chmod(0o755)
