@@ -17,7 +17,8 @@ FLAGS = {
     'tpu-vm ssh': 'zone= project= worker= command= ssh-flag= ssh-key-file= internal-ip dry-run plain quiet',
     'tpu-vm describe': 'zone= project= format=', 'tpu-vm delete': 'zone= project= async quiet',
     'queued-resources create': 'zone= project= node-id= accelerator-type= runtime-version= spot async quiet',
-    'queued-resources describe': 'zone= project= format=', 'queued-resources delete': 'zone= project= force async quiet'}
+    'queued-resources describe': 'zone= project= format=',
+    'queued-resources delete': 'zone= project= force async quiet'}
 
 
 def fail(verb, text, code=1):
