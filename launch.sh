@@ -4,13 +4,14 @@
 #   bash launch.sh                        train_gpt.py with its defaults
 #   bash launch.sh SCRIPT ARGS...         any script of this checkout; ARGS arrive exactly as typed
 #   bash launch.sh test [PYTEST ARGS...]  the tests
+#   TPU=NAME bash launch.sh SCRIPT ARGS   on all workers of a TPU slice; nano/slice.sh has --create and more
 #
 # Setting up makes .venv beside this file, with the versions of requirements.txt. Later launches find it and start at
 # once. PYTHON=/path/to/python3.12 chooses the Python, UV=no installs by pip alone. .venv may be deleted at any time.
 set -euo pipefail
 
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
-venv=$here/.venv
+venv=${NANO_VENV:-$here/.venv} # slice.sh has one for all checkouts of a worker
 py=$venv/bin/python
 stamp=$venv/launch.stamp # where .venv belongs and what it holds in full; empty while that is being installed
 version='import sys; print("%d.%d" % sys.version_info[:2])'
@@ -22,12 +23,16 @@ scripts() { (cd "$here" && grep -ls "^if __name__ == '__main__':" ./*.py data/*.
 
 need=(requirements.txt)
 case ${1-} in
--h | --help) sed -n '2,9s/^# \{0,1\}//p' "$here/launch.sh"; exit ;;
+-h | --help) sed -n '2,10s/^# \{0,1\}//p' "$here/launch.sh"; exit ;;
+--create | --delete | --attach | --status | --stop | --logs | --ssh | --keep-alive)
+  exec bash "$here/nano/slice.sh" "$@" ;;
 -*) die "the script comes first, its options after it: bash launch.sh train_gpt.py $1 ..." 2 ;;
+setup) ;; # only sets up; for slice.sh
 test) need+=(tests/requirements.txt) ;;
 *)
   script=$here/${1:-train_gpt.py}
   [ -f "$script" ] || die "no script '${1:-train_gpt.py}'; there are: $(scripts)test" 2
+  [ -z "${TPU-}" ] || { [ $# -gt 0 ] || set -- train_gpt.py; exec bash "$here/nano/slice.sh" "$@"; }
   ;;
 esac
 
@@ -35,7 +40,7 @@ esac
 unset PYTHONHOME PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 export PYTHONPATH=$here PIP_USER=0 UV_SYSTEM_CERTS=1
 
-place() { echo "$here, Python $("$py" -Ic "$version" 2>&1)"; }
+place() { echo "${venv%/*}, Python $("$py" -Ic "$version" 2>&1)"; }
 is_placed() { # false if .venv is unfinished, was moved, has lost its Python, or has another one than is asked for
   [ "$(head -n 1 "$stamp" 2>/dev/null)" = "$(place)" ] || return 1
   [ -z "${PYTHON-}" ] || [ "$("$PYTHON" -Ic "$version")" = "$("$py" -Ic "$version")" ]
@@ -129,7 +134,8 @@ the large CUDA build is taken, which works as well"
 set_up() {
   local again="see above; it needs the network and 9 GB of disk. Start again when that is mended: it begins anew"
   [ "$(uname -sm)" = 'Linux x86_64' ] || die "torch_xla 2.9.0 is built for Linux on x86-64 only; this is $(uname -sm)"
-  exec 9>>"$here/launch.sh" # a lock on this file (nothing is written); a pip that outlives this shell holds it too
+  # A lock on this file (nothing is written), or beside a shared .venv; a pip that outlives this shell holds it too.
+  if [ "$venv" = "$here/.venv" ]; then exec 9>>"$here/launch.sh"; else exec 9>>"$venv.lock"; fi
   flock -n 9 || { say "waiting for another launch, which is making $venv"; flock 9; }
   if ! is_ready; then
     [ ! -e "$venv" ] || [ -e "$stamp" ] || die "$venv is not launch.sh's: move it away, or run its Python yourself"
@@ -145,6 +151,7 @@ set_up() {
   exec 9>&- # the script must not hold the lock
 }
 is_ready || set_up
+[ "${1-}" != setup ] || exit 0
 
 if [ "${1-}" = test ]; then
   shift
@@ -154,13 +161,18 @@ if [ "${1-}" = test ]; then
 fi
 [ $# -eq 0 ] || shift
 device=cpu # for a train_*.py where there is neither a TPU nor a --device, and that does not only plan
-for arg in "$@"; do case $arg in --device | --device=* | --plan | --plan=*) device= ;; esac; done
-case ${script##*/} in train_*) ;; *) device= ;; esac
-for tpu in /dev/accel* /dev/vfio/[0-9]*; do [ ! -e "$tpu" ] || device=; done
-if [ -n "$device" ]; then
+hosts=${NANO_ID-} # whether nano/hosts.py runs it: started from afar, or a training on a slice that may have more hosts
+case ${script##*/} in train_*) hosts+=${TPU_WORKER_HOSTNAMES-} ;; *) device= ;; esac
+for tpu in /dev/accel* /dev/vfio/[0-9]*; do [ ! -e "$tpu" ] || { hosts+=${device:+tpu}; device=; }; done
+for arg in "$@"; do
+  case $arg in --device | --device=* | --plan | --plan=*) device= ;; esac
+  case $arg in --plan | --plan=* | --export | --export=* | -h | --help) hosts=${NANO_ID-} ;; esac
+done
+if [ -n "$device" ] && [ -z "$hosts" ]; then # a worker never falls back to its CPU
   say 'no TPU here, so it runs with --device cpu'
   set -- --device cpu "$@"
   # XLA allocates its buffers anew for each step; in pages of 2 MB that is 10 to 25% quicker (glibc 2.35 and newer).
   export GLIBC_TUNABLES=${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}
 fi
+[ -z "$hosts" ] || exec "$py" "$here/nano/hosts.py" run "$script" "$@"
 exec "$py" "$script" "$@"

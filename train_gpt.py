@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nano import UserError, checkpoint, config, hf, plan, resume, runtime, say, shards, splash
+from nano import UserError, checkpoint, config, fetch, hf, plan, resume, runtime, say, shards, splash
 from nano.loader import Loader, eval_batches
 from nano.run import Run
 from nano.tokenizer import load_tokenizer
@@ -36,7 +36,7 @@ from nano.tokenizer import load_tokenizer
 class Config:
     preset: str = 'nano'  # the values to start from; options given beside it win
     out: str = 'out/gpt'  # folder of this run, or gs://BUCKET/NAME; a run there goes on from its newest checkpoint
-    data: str = 'data/shards/text'  # folder of token shards with a manifest.json, see data/text.py
+    data: str = 'data/shards/text'  # folder of token shards with a manifest.json (data/text.py), or gs://BUCKET/FOLDER
     device: str = 'tpu'  # tpu or cpu; never chosen silently
     mesh: str = '1,-1,1'  # devices along data,fsdp,tensor; -1 is the rest
     seed: int = 1  # of weights, order of the data, dropout and samples
@@ -736,7 +736,7 @@ def export(cfg: Config):
 def find_data(cfg: Config) -> Config:
     """The default data are made when they are missing; with any other --data that is the user's to do."""
     if cfg.data != Config.data:
-        return cfg
+        return replace(cfg, data=fetch.fetch(cfg.data))  # of gs://..., a copy on this host's disk
     here = Path(__file__).resolve().parent
     if not (here / cfg.data / 'manifest.json').exists():
         if checkpoint.newest(resume.Folder(cfg.out).ckpt):

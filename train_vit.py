@@ -31,8 +31,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nano import (UserError, attend, augment, checkpoint, config, hf, hf_vit, images, pallas, picture, plan, resume,
-                  runtime, say)
+from nano import (UserError, attend, augment, checkpoint, config, fetch, hf, hf_vit, images, pallas, picture, plan,
+                  resume, runtime, say)
 from nano.loader import Loader, eval_batches, eval_examples
 from nano.run import Run
 
@@ -41,7 +41,7 @@ from nano.run import Run
 class Config:
     preset: str = 'nano'  # the values to start from; options given beside it win
     out: str = 'out/vit'  # folder of this run, or gs://BUCKET/NAME; a run there goes on from its newest checkpoint
-    data: str = 'data/shards/images'  # folder of image shards with a manifest.json, see data/images.py
+    data: str = 'data/shards/images'  # folder of image shards with a manifest.json (data/images.py), or gs://...
     device: str = 'tpu'  # tpu or cpu; never chosen silently
     mesh: str = '1,-1,1'  # devices along data,fsdp,tensor; -1 is the rest
     seed: int = 1  # of weights, order of the data, and augmentation
@@ -754,7 +754,7 @@ def export(cfg: Config):
 def find_data(cfg: Config) -> Config:
     """The default data are made when they are missing; with any other --data that is the user's to do."""
     if cfg.data != Config.data:
-        return cfg
+        return replace(cfg, data=fetch.fetch(cfg.data))  # of gs://..., a copy on this host's disk
     here = Path(__file__).resolve().parent
     if not (here / cfg.data / 'manifest.json').exists():
         if checkpoint.newest(resume.Folder(cfg.out).ckpt):

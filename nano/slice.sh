@@ -1,0 +1,333 @@
+#!/usr/bin/env bash
+# The laptop's side of a TPU slice; launch.sh hands over to it. Only bash and gcloud; nano/hosts.py is the other side.
+#
+#   bash launch.sh --create v5e-64 [--spot]              asks for a slice as a queued resource, and waits
+#   TPU=NAME ZONE=... bash launch.sh SCRIPT ARGS...      runs a script on all workers and follows it; Ctrl-C detaches
+#   bash launch.sh --attach | --status | --stop          follows; a line for each worker; ends the run
+#   bash launch.sh --logs | --ssh 'COMMAND'              fetches all logs; runs a command on all workers
+#   bash launch.sh --keep-alive v5e-64 [--spot] SCRIPT ARGS...   and creates the slice again when it was preempted
+#   bash launch.sh --delete                              deletes the slice
+#
+# TPU=NAME says which slice (--create: its type, if it is not set), ZONE= and PROJECT= where, if gcloud's configuration
+# does not, RUN=NAME which run (else the last part of --out), RUNTIME= another software version of the TPU VM.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+where=(${ZONE:+"--zone=$ZONE"} ${PROJECT:+"--project=$PROJECT"})
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+nap=${NANO_NAP:-10} # seconds between two tries or looks; tests have less time
+n=0                 # workers of the slice
+
+say() { printf 'slice.sh: %s\n' "$1" >&2; }
+die() { printf 'error: %s\n' "$1" >&2; exit "${2-1}"; }
+command -v gcloud >/dev/null || die 'there is no gcloud here: https://cloud.google.com/sdk/docs/install, then
+  gcloud auth login; gcloud config set project PROJECT'
+
+advice() { # on what gcloud said, in file $1
+  cat "$1" >&2
+  case $(<"$1") in
+  *[Qq]uota* | *RESOURCE_EXHAUSTED*) say "no quota or capacity for this: https://cloud.google.com/tpu/docs/quota; spot \
+chips have a quota of their own (--spot), and other zones may have room" ;;
+  *SERVICE_DISABLED* | *"has not been used in project"*) say 'run: gcloud services enable tpu.googleapis.com' ;;
+  *PERMISSION_DENIED* | *"does not have permission"*) say 'your account (gcloud auth list) needs the role TPU Admin \
+(roles/tpu.admin) in this project (PROJECT=...)' ;;
+  *"auth login"* | *credentials*) say 'run: gcloud auth login' ;;
+  *NOT_FOUND* | *"not found"*) say "there is no slice ${TPU-} in this zone and project: look with gcloud compute tpus \
+queued-resources list, or make it with bash launch.sh --create TYPE" ;;
+  *--zone* | *compute/zone*) say 'say where: ZONE=us-east5-b, or gcloud config set compute/zone us-east5-b' ;;
+  esac
+}
+ask() { # gcloud, with advice when it fails
+  gcloud compute tpus "$@" "${where[@]}" 2>"$tmp/said" || { advice "$tmp/said"; return 1; }
+}
+need_name() { [ -n "${TPU-}" ] || die 'say which slice: TPU=NAME bash launch.sh ...' 2; }
+
+on() { # on I COMMAND: runs it on worker I; stdin is sent along. One call for each worker: they cannot share a stdin
+  gcloud compute tpus tpu-vm ssh "$TPU" "${where[@]}" --worker="$1" --ssh-flag='-o ServerAliveInterval=15' \
+    --command="$2"
+}
+confirmed() { # confirmed I FUNCTION COMMAND: until the worker itself says that it is done; gcloud's code does not tell:
+  local i=$1 try # it repeats a lost command by itself, with what is left of stdin, and then nothing may have been done
+  for try in 1 2 3 4 5; do
+    "$2" "$i" | on "$i" "$3" >"$tmp/out.$i" 2>"$tmp/err.$i" || true
+    if grep -q '^@ok' "$tmp/out.$i"; then return "$(sed -n 's/^@ok //p' "$tmp/out.$i" | tail -n 1)"; fi
+    grep -q '^@failed' "$tmp/out.$i" && return 1
+    [ "$try" = 5 ] || sleep "$nap"
+  done
+  echo 'no answer after 5 tries' >>"$tmp/err.$i"
+  return 99
+}
+all() { # all FUNCTION COMMAND: confirmed, on all workers at once; sets bad to those that failed
+  local i pids=()
+  for ((i = 0; i < n; i++)); do
+    confirmed "$i" "$@" & pids[i]=$!
+    # The first call of a new key writes it to the project's or the slice's metadata, and several at once would race.
+    [ "$i" -gt 0 ] || [ -n "${keyed-}" ] || { wait "${pids[0]}" || true; keyed=yes; }
+  done
+  bad=()
+  for ((i = 0; i < n; i++)); do wait "${pids[i]}" || bad+=("$i"); done
+  for i in "${bad[@]}"; do
+    say "worker $i failed: $(tail -qn 3 "$tmp/out.$i" "$tmp/err.$i" 2>/dev/null | tr '\n' ' ')"
+  done
+  [ ${#bad[@]} -eq 0 ]
+}
+hosts() { cat "$root/nano/hosts.py"; } # is itself what the worker's Python reads
+
+look() { # sets n and state ('' if gcloud does not tell); fails if the slice is not usable
+  local found
+  state=
+  found=$(ask tpu-vm describe "$TPU" --format='value(state,networkEndpoints.len())') || return 1
+  read -r state n <<<"$found"
+  [ "$state" = READY ] || { say "slice $TPU is $state"; return 1; }
+}
+
+# ---- A slice ----
+
+create() { # create TYPE: returns when it can be used
+  local type=$1 state said='' began=$SECONDS runtime
+  case $type in
+  v5e-* | v5litepod-*) type=v5litepod-${type##*-} runtime=v2-alpha-tpuv5-lite ;;
+  v6e-*) runtime=v2-alpha-tpuv6e ;;
+  v5p-*) runtime=v2-alpha-tpuv5 ;;
+  v4-*) runtime=tpu-ubuntu2204-base ;;
+  *) die "no type $type: such as v5e-64, v6e-16, v5p-128 or v4-32 (python train_gpt.py --plan lists them)" 2 ;;
+  esac
+  ask queued-resources create "$TPU" --node-id="$TPU" --accelerator-type="$type" \
+    --runtime-version="${RUNTIME:-$runtime}" ${spot:+--spot} --async >/dev/null || return 1
+  while :; do
+    state=$(ask queued-resources describe "$TPU" --format='value(state.state)') || state='not to be seen just now'
+    [ "$state" = "$said" ] || say "slice $TPU: $state, after $(((SECONDS - began) / 60)) min"
+    said=$state
+    case $state in
+    ACTIVE) return ;;
+    FAILED | SUSPENDED)
+      ask queued-resources describe "$TPU" --format='json(state)' >&2 || true
+      say "it will not come: bash launch.sh --delete, and try another zone, type, or --spot"
+      return 1 ;;
+    esac
+    sleep "$nap"
+  done
+}
+delete() {
+  gcloud compute tpus queued-resources describe "$TPU" "${where[@]}" --format='value(state.state)' >/dev/null 2>&1 ||
+    { ask tpu-vm delete "$TPU" --quiet; return; }
+  ask queued-resources delete "$TPU" --force --quiet
+}
+
+# ---- A run ----
+
+pack() { # the checkout as git would have it, edits included; sets revision
+  local describe
+  cd "$root"
+  git rev-parse --git-dir >/dev/null 2>&1 || die "$root is no git checkout, so what to copy is not known"
+  git ls-files -z --cached --others --exclude-standard | sort -zu |
+    while IFS= read -r -d '' file; do [ ! -f "$file" ] || printf '%s\0' "$file"; done >"$tmp/files"
+  describe=$(git describe --always --dirty 2>/dev/null || echo new)
+  revision=$describe-$(xargs -0 sha256sum <"$tmp/files" | sha256sum | cut -c1-12)
+  printf '%s\n' "$revision" >"$tmp/.revision"
+  tar -czf "$tmp/checkout.tgz" --null -T "$tmp/files" --transform='s,^,./,' -C "$tmp" --add-file=.revision
+  cd - >/dev/null
+}
+# What a worker's bash reads from stdin does nothing before its last line: a lost connection does nothing by halves.
+send_setup() {
+  printf 'revision=%q more=%q\n' "$revision" "$(case " ${command[*]}" in *[\ =]gs://*) echo gcsfs==2026.10.1 ;; esac)"
+  cat <<'REMOTE'
+main() {
+  trap '' HUP
+  mkdir -p ~/nano/checkouts && cd ~/nano/checkouts || return
+  new=$(mktemp -d ./new.XXXXXX)
+  tar -xzf - -C "$new" || { rm -rf "$new"; exit 1; }
+  mv -T "$new" "$revision" 2>/dev/null || rm -rf "$new" # it is there already
+  if NANO_VENV=$HOME/nano/.venv NANO_ID='' TPU='' bash "$revision/launch.sh" setup 2>&1 &&
+    { [ -z "$more" ] || ../.venv/bin/python -c 'import gcsfs' 2>/dev/null ||
+      ../.venv/bin/python -m pip install -q "$more" 2>&1; }; then
+    echo '@ok 0'
+  else echo '@failed'; fi
+}
+main; exit
+REMOTE
+  cat "$tmp/checkout.tgz"
+}
+send_start() {
+  local name
+  printf 'revision=%q run=%q id=%q args=(' "$revision" "$run" "$id"
+  printf '%q ' "${command[@]}"
+  printf ')\n'
+  for name in WANDB_API_KEY HF_TOKEN; do # to the process alone: no file and no command line has them
+    [ -z "${!name-}" ] || printf 'export %s=%q\n' "$name" "${!name}"
+  done
+  cat <<'REMOTE'
+main() {
+  trap '' HUP
+  folder=$HOME/nano/runs/$run/$id
+  mkdir -p "${folder%/*}"
+  if mkdir "$folder" 2>/dev/null; then # else this worker has the run already: it never starts twice
+    cd ~/nano
+    NANO_VENV=$HOME/nano/.venv NANO_RUN=$run NANO_ID=$id TPU='' setsid nohup bash "checkouts/$revision/launch.sh" \
+      "${args[@]}" </dev/null >"$folder/launch.txt" 2>&1 &
+    echo $! >"$folder/pid"
+  fi
+  echo '@ok 0'
+}
+main; exit
+REMOTE
+}
+name_run() { # as nano/hosts.py's name_of
+  local i out=''
+  for ((i = 1; i <= $#; i++)); do
+    case ${!i} in --out=*) out=${!i#--out=} ;; --out) i=$((i + 1)) && out=${!i-} ;; esac
+  done
+  out=${out%"${out##*[!/]}"} run=${RUN:-${out##*/}}
+  [ -n "$run" ] || { run=${1##*/} && run=${run%.py}; }
+  run=${run//[^A-Za-z0-9._-]/_}
+}
+start() { # the command on all workers
+  name_run "${command[@]}"
+  id=$(date +%Y%m%d-%H%M%S)-$RANDOM
+  say "revision $revision to the $n workers of $TPU, and setting them up (the first time takes minutes)"
+  all send_setup 'bash -s' || return 98
+  say "all $n workers have $revision: starting run $run ($id)"
+  all send_start 'bash -s' || return 98
+}
+follow() { # follow RUN ID: worker 0's log to its end; returns the run's exit code, 97 if worker 0 cannot be reached
+  local name=$1 id=$2 seen=0 tries=0 line code
+  trap 'trap - INT; say "detached; the run goes on: --attach follows it again, --stop ends it"; exit ${detached-0}' INT
+  while :; do
+    code=
+    while IFS= read -r line; do
+      tries=0
+      case $line in
+      '@run '*) read -r _ name id <<<"$line" ;;
+      '@end '*) code=${line#@end } ;;
+      '@ok '*) ;;
+      *) printf '%s\n' "$line" && seen=$((seen + 1)) ;;
+      esac
+    done < <(hosts | on 0 "python3 - follow '$name' '$id' $seen" 2>"$tmp/follow.err")
+    [ -z "$code" ] || { trap - INT; return "$code"; }
+    tries=$((tries + 1))
+    [ "$tries" -lt 5 ] || { trap - INT; cat "$tmp/follow.err" >&2; return 97; }
+    sleep "$nap"
+    if ! look; then trap - INT; return 97; fi
+  done
+}
+launch() { # to the end of the run
+  look || return 97
+  pack
+  start || return
+  follow "$run" "$id"
+}
+
+keep_alive() { # keep_alive TYPE SCRIPT ARGS...
+  local type=$1 log quick=0 again=0 began code state first='' lost='' detached=96
+  shift
+  command=("$@")
+  name_run "$@"
+  mkdir -p "$root/out"
+  log=$root/out/keep-alive-$TPU-$run.log
+  note() { say "$1"; printf '%s %s\n' "$(date '+%F %T')" "$1" >>"$log"; }
+  gone() { note "slice $TPU is $state: deleted"; delete; }
+  while :; do
+    # A slice is deleted only when Google says that it is gone, and made only when Google says that there is none: the
+    # laptop's own network fails too.
+    state=$(gcloud compute tpus queued-resources describe "$TPU" "${where[@]}" --format='value(state.state)' \
+      2>"$tmp/said") ||
+      case $(<"$tmp/said") in *NOT_FOUND* | *"not found"*) state=none ;; *) state=unknown ;; esac
+    case $state in SUSPENDED | FAILED) gone || return; state=none ;; esac
+    if [ "$state" = none ]; then
+      create "$type" || { note 'the slice could not be created, see above'; return 1; }
+      note "slice $TPU is created"
+      lost=
+    fi
+    if ! look; then
+      case $state in PREEMPTED | TERMINATED | STOPPED) gone || return ;; esac
+      sleep "$nap"
+      continue
+    fi
+    began=$SECONDS code=0
+    if [ -n "$lost" ]; then # out of sight for a while: the run may be alive
+      (follow "$run" '') 2>&1 | tee "$tmp/last" || code=${PIPESTATUS[0]}
+    else
+      (launch) 2>&1 | tee "$tmp/last" || code=${PIPESTATUS[0]}
+    fi
+    lost=
+    case $code in
+    0) note "run $run is complete, after $again repeats"; return 0 ;;
+    96) note 'nobody watches any more; the same command goes on'; return 0 ;;
+    129 | 130 | 143) note "run $run was stopped"; return "$code" ;;
+    esac
+    if ! look 2>/dev/null && [ -n "$state" ]; then
+      again=$((again + 1)) quick=0
+      note "preemption: the slice is gone, $state (exit code $code); repeat $again, from the newest checkpoint"
+      continue
+    fi
+    if [ "$code" = 97 ]; then
+      lost=yes
+      note "worker 0 cannot be reached; looking again"
+      continue
+    fi
+    again=$((again + 1))
+    if [ $((SECONDS - began)) -lt "${QUICK_S:-600}" ]; then quick=$((quick + 1)); else quick=1 first=''; fi
+    [ -n "$first" ] || first=$(grep -A60 'failed first\|nothing was started' "$tmp/last" || tail -n 20 "$tmp/last")
+    note "run $run failed with exit code $code ($quick in a row); repeat $again"
+    all hosts "python3 - stop '$run'" || true # what is left of it, such as a stale lock
+    if [ "$quick" -ge "${TRIES:-3}" ]; then
+      note "given up after $quick quick failures; the first was: $first"
+      return "$code"
+    fi
+  done
+}
+
+# ---- The command line ----
+
+spot=
+run=${RUN-}
+case $1 in
+--create)
+  [ $# -ge 2 ] || die 'which type? bash launch.sh --create v5e-64 [--spot]' 2
+  case ${3-} in --spot) spot=yes ;; ?*) die "--create TYPE [--spot]: $3?" 2 ;; esac
+  TPU=${TPU:-$2}
+  create "$2"
+  say "ready: TPU=$TPU ${ZONE:+ZONE=$ZONE }bash launch.sh SCRIPT ARGS...; it costs until bash launch.sh --delete" ;;
+--delete) need_name; delete ;;
+--attach) need_name; look || exit; follow "$run" '' ;;
+--status | --stop | --logs)
+  need_name; look || exit
+  verb=${1#--} code=0
+  [ "$verb" != logs ] || verb=log
+  all hosts "python3 - $verb '$run'" || code=1
+  for ((i = 0; i < n; i++)); do
+    if [ "$verb" = log ]; then
+      mkdir -p "$root/out/logs/$TPU/${run:-newest}"
+      sed '$d' "$tmp/out.$i" >"$root/out/logs/$TPU/${run:-newest}/worker_$i.txt"
+    else
+      sed "/^@/d; s/^/worker $i: /" "$tmp/out.$i"
+    fi
+  done
+  [ "$verb" != log ] || say "the logs are in $root/out/logs/$TPU/${run:-newest}"
+  exit "$code" ;;
+--ssh)
+  need_name; look || exit
+  [ $# -eq 2 ] || die "--ssh 'COMMAND', in quotes" 2
+  pids=() code=0
+  for ((i = 0; i < n; i++)); do (on "$i" "$2" </dev/null 2>&1 | sed "s/^/worker $i: /") & pids[i]=$!; done
+  for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
+  exit "$code" ;;
+--keep-alive)
+  need_name
+  type=${2-}
+  shift 2 || die '--keep-alive TYPE [--spot] SCRIPT ARGS...' 2
+  [ "${1-}" != --spot ] || { spot=yes; shift; }
+  [ $# -gt 0 ] || die '--keep-alive TYPE [--spot] SCRIPT ARGS...' 2
+  keep_alive "$type" "$@" ;;
+-*) die "no option $1; bash launch.sh --help lists them" 2 ;;
+*)
+  command=("$@")
+  code=0
+  launch || code=$?
+  case $code in
+  97) die "worker 0 of $TPU cannot be reached: --status tells more, --attach follows a run that is alive" ;;
+  98) die 'nothing was started on the workers that are named above; --stop ends what was' ;;
+  esac
+  exit "$code" ;;
+esac
