@@ -127,11 +127,14 @@ MAY_DIFFER = 'mean', 'std', 'norm_eps', 'classes'
 def check(cfg: Config):
     """Refuses what cannot work, before anything is loaded or compiled."""
     for names, least, most in (
-            ('layers width heads mlp_width patch steps global_batch accumulate log_every keep max_bad', 1, 2**31 - 1),
-            ('image_size channels classes grid pad warmup stop_at eval_every eval_images save_every keep_every', 0,
-             2**31 - 1),
+            ('layers heads patch accumulate', 1, 10_000),
+            ('width mlp_width global_batch', 1, 2**20),
+            ('image_size channels classes grid pad', 0, 2**20),
+            ('steps log_every keep max_bad', 1, 2**31 - 1),
+            ('warmup stop_at eval_every eval_images save_every keep_every', 0, 2**31 - 1),
             ('lr norm_eps adam_eps', 1e-30, 1e30),
-            ('weight_decay clip mixup', 0.0, 1e30),
+            ('weight_decay', 0.0, 1e3),
+            ('clip mixup', 0.0, 1e30),
             ('drop_path label_smoothing beta1 beta2 ema', 0.0, 0.99999),
             ('min_area layer_decay', 0.001, 1.0),
             ('final_lr', 0.0, 1.0)):
@@ -521,9 +524,11 @@ def answers(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], images_BH
     labels_B1 = labels_B1.clamp(min=0).long()
     at_label_B1 = log_p_BK.gather(-1, labels_B1)
     best_B, class_B = log_p_BK.max(-1)
-    # Of classes that are equally likely the first one comes first: else a new head, all 0, were right every time.
-    before_BK = torch.arange(cfg.classes, device=log_p_BK.device) < labels_B1
-    rank_B = ((log_p_BK > at_label_B1) | (log_p_BK == at_label_B1) & before_BK).sum(-1)
+    # Of classes that are equally likely the first one comes first: else a new head, all 0, were right every time. What
+    # is not a number is behind nothing, and so is never right.
+    after_BK = torch.arange(cfg.classes, device=log_p_BK.device) > labels_B1
+    behind_BK = (log_p_BK < at_label_B1) | (log_p_BK == at_label_B1) & after_BK
+    rank_B = cfg.classes - 1 - behind_BK.sum(-1)
     found_4B = torch.stack([-at_label_B1[:, 0], rank_B.float(), class_B.float(), best_B.exp()])
     return shard(found_4B, model.mesh, (None, None))
 
@@ -548,7 +553,7 @@ def scores(found: dict[str, np.ndarray]) -> dict[str, float]:
     """Loss, top-1 and top-5 accuracy, and the expected calibration error: the mean distance of confidence and accuracy
     over 15 bins of confidence (Guo et al. 2017)."""
     right = found['rank'] == 0
-    bins = np.minimum((found['confidence'] * 15).astype(int), 14)
+    bins = np.minimum((np.nan_to_num(found['confidence']) * 15).astype(int), 14)
     off = sum(abs(right[bins == b].sum() - found['confidence'][bins == b].sum()) for b in range(15))
     return dict(val_loss=float(found['nll'].mean(dtype=np.float64)), val_top1=float(right.mean()),
                 val_top5=float((found['rank'] < 5).mean()), val_calibration=float(off / len(right)),
@@ -590,9 +595,10 @@ def pixel_scale(cfg: Config) -> tuple[tuple[float, ...], tuple[float, ...]]:
         mean, std = (tuple(float(x) for x in text.split(',')) for text in (cfg.mean, cfg.std))
     except ValueError:
         mean = std = ()
-    if len(mean) != cfg.channels or len(std) != cfg.channels or min(std) <= 0:
+    if (len(mean) != cfg.channels or len(std) != cfg.channels or not all(-1e3 < x < 1e3 for x in mean)
+            or not all(1e-6 < x < 1e3 for x in std)):
         raise UserError(f'--mean {cfg.mean} --std {cfg.std}: expected a number for each of {cfg.channels} channels, '
-                        f'such as 0.5,0.5,0.5')
+                        f'such as 0.5,0.5,0.5, and deviations above 0')
     return mean, std
 
 
@@ -604,9 +610,10 @@ def fitted(cfg: Config, height: int, width: int, channels: int, classes: int, me
     cfg = replace(cfg, image_size=size, channels=cfg.channels or channels, classes=cfg.classes or classes,
                   grid=cfg.grid or size // cfg.patch, mean=cfg.mean or ','.join(f'{x:.6g}' for x in mean),
                   std=cfg.std or ','.join(f'{x or 1:.6g}' for x in std))
-    if size < cfg.patch or cfg.crop != 'resized' and size > min(height, width):
-        raise UserError(f'--image_size {cfg.image_size} --patch {cfg.patch} --crop {cfg.crop}: the images of {cfg.data} '
-                        f'have {height} x {width} pixels')
+    if size < cfg.patch or size > min(height, width):
+        wanted = f'--image_size {cfg.image_size}' if cfg.image_size else f'--patch {cfg.patch}'
+        raise UserError(f'{wanted}: the images of {cfg.data} have {height} x {width} pixels, store larger ones '
+                        f'(data/images.py --size) or take a smaller value')
     if cfg.channels != channels:
         raise UserError(f'--channels {cfg.channels}: the images of {cfg.data} have {channels}')
     if cfg.classes < classes:
@@ -622,6 +629,9 @@ def train(cfg: Config, stop: runtime.StopSignal):
     cfg = fitted(cfg, *manifest['image'], len(names), manifest['mean'], manifest['std'])
     data = dict(data=images.fingerprint(manifest), separator=None, tokenizer=None)
     start = resume.find(cfg, data, SHAPE, MAY_DIFFER, THEIRS)
+    if start.goes_on and bool(then := start.meta['config'].get('ema')) != bool(cfg.ema):
+        raise UserError(f'--ema {cfg.ema}: the run in {cfg.out} has {then}, and a mean of the weights begins with the '
+                        f'run: give the same, or begin another --out (--init_from takes the weights)')
     if start.complete(cfg):
         return
 

@@ -192,8 +192,12 @@ def main(argv: list[str] | None, options: Callable, prepare: Callable[[argparse.
         print(f'\ninterrupted: {args.out if args else "the output"} is not made; run the same again', file=sys.stderr)
         return 130
     except (DataError, BrokenProcessPool, OSError) as e:
-        print('error: ' + ('a worker process ended, killed or out of memory: try fewer --workers'
-                           if isinstance(e, BrokenProcessPool) else str(e)), file=sys.stderr)
+        what = str(e)
+        if isinstance(e, BrokenProcessPool):
+            what = 'a worker process ended, killed or out of memory: try fewer --workers'
+        elif isinstance(e, OSError) and not isinstance(e, DataError):
+            what = f'{e.filename or args.out}: {e.strerror or e}'
+        print(f'error: {what}', file=sys.stderr)
         return 2
     return 0
 

@@ -168,6 +168,8 @@ def build(args: argparse.Namespace, wanted: dict, tmp: str, pool: ProcessPoolExe
               else pictures.default_source(fetched))
     if args.labels:
         source.classes = args.labels
+    if twice := [name for name, n in collections.Counter(source.classes).items() if n > 1]:
+        raise DataError(f'{source.what}: two classes are called {twice[0]!r}: name them with --labels')
     size, grey = args.size if source.raw else args.size or 224, args.grey
     if size or grey or not source.raw:
         pillow = need('PIL', 'decoding and resizing').__version__

@@ -211,6 +211,8 @@ def brightness(x_BCHW: torch.Tensor, factor: float) -> torch.Tensor:
 
 def sharpness(x_BCHW: torch.Tensor, factor: float) -> torch.Tensor:
     """Away from (or to) the mean of 3 x 3 pixels, the middle one of weight 5; the border stays."""
+    if min(x_BCHW.shape[2:]) < 3:
+        return x_BCHW  # all border
     x = x_BCHW.float()
     rows = x[:, :, :-2] + x[:, :, 1:-1] + x[:, :, 2:]
     sums = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:] + 4 * x[:, :, 1:-1, 1:-1]

@@ -209,6 +209,9 @@ def load(path: str | Path, tensors: dict[str, torch.Tensor], reader=None):
         raise UserError(f'{path} was removed while it was read ({_cause(e)}), as a run does with its oldest: start '
                         f'again') from e
     except (Exception, CheckpointException) as e:  # a damaged pickle raises anything
+        for stop, _ in getattr(e, 'failures', {}).values():
+            if isinstance(stop, (SystemExit, KeyboardInterrupt)):
+                raise stop from None
         raise UserError(f'{path} cannot be read ({_cause(e)}): if it is damaged, delete it to use the one before') \
             from e
 

@@ -43,6 +43,7 @@ class Images:
         self.paths = [os.path.join(folder, s['images']['file']) for s in entries]
         self.starts = np.cumsum([0] + [s['count'] for s in entries], dtype=np.int64)  # of each shard, and the end
         self.data_starts = [_read_header(p, 'uint8', (s['count'], *self.shape)) for p, s in zip(self.paths, entries)]
+        self._states = [_state(os.stat(p)) for p in self.paths]
         self.threads = ThreadPoolExecutor(THREADS, 'images')
         self.labels_N = np.concatenate([_read_labels(folder, s, len(self.classes)) for s in entries])
 
@@ -76,6 +77,8 @@ class Images:
                 except OSError as e:
                     raise DataError(f'{self.paths[shard]}: cannot be read ({e.strerror}): removed while in use?') from e
                 stack.callback(os.close, fd)
+                if _state(os.fstat(fd)) != self._states[shard]:
+                    raise DataError(f'{self.paths[shard]}: was changed or replaced while in use: start again')
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead beyond the picture
             # A network disk answers after a millisecond or so: told of all pictures first, it works on them at once.
             for shard, offset in zip(shards, offsets):
@@ -89,6 +92,11 @@ class Images:
                     raise DataError(f'{self.paths[shard]}: cannot be read ({e.strerror})') from e
                 if todo:
                     raise DataError(f'{self.paths[shard]}: ends within image {row}: cut while in use')
+
+
+def _state(stat: os.stat_result) -> tuple[int, int, int]:
+    """Differs if a file has been written or replaced."""
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def write_shard(folder: str, split: str, index: int, shape: tuple[int, int, int],
@@ -181,6 +189,7 @@ def _check_manifest(path: str, m: Any):
          f'image is {image!r}, expected [H, W, C] with C 1 or 3')
     need(isinstance(classes, list) and classes and all(isinstance(c, str) and c for c in classes),
          'classes is not a list of names')
+    need(len(set(classes)) == len(classes), 'classes has a name twice')
     for name in ('mean', 'std'):
         need(isinstance(m[name], list) and len(m[name]) == image[2]
              and all(type(v) in (int, float) and 0 <= v <= 1 for v in m[name]),

@@ -1,10 +1,16 @@
 """Pictures as SVG files, which every browser shows: images with their labels, and a confusion matrix."""
 import base64
+import html
+import re
 import struct
 import zlib
-from html import escape
 
 import numpy as np
+
+
+def escape(text: str) -> str:
+    """For XML, which has no way to write control characters and halves of surrogates."""
+    return html.escape(re.sub('[\x00-\x1f\x7f\ud800-\udfff\ufffe\uffff]', '?', text))
 
 
 def png(image_HWC: np.ndarray) -> bytes:

@@ -140,9 +140,12 @@ class Run:
             self.say(f'compiled {more["compiles"]} graphs, {time.perf_counter() - self._began:.0f} s after the start')
             self.meter.restart(step)  # throughput leaves compiling out
         if self._bad_in_row >= self.cfg.max_bad:
+            bad = f'step {step}: {self._bad_in_row} steps in a row without a finite loss and gradient'
+            if not all(torch.isfinite(t).all() for t in self.tensors.values()):
+                raise UserError(f'{bad}. The update before them made weights that are not finite either: nothing is '
+                                f'saved, the same command goes on from the checkpoint before. Lower --lr')
             self.save()
-            raise UserError(f'step {step}: {self._bad_in_row} steps in a row without a finite loss and gradient. The '
-                            f'weights are those before them. Look at the data, or lower --lr')
+            raise UserError(f'{bad}. The weights are those before them. Look at the data, or lower --lr')
 
     @property
     def evaluates(self) -> bool:

@@ -278,7 +278,7 @@ def check_sharding(weights: dict, table: dict[str, tuple], mesh, say: Callable[[
         say(f'{name:<16} {str(tuple(w.shape)):<22} {str(spec):<32} {local / 1e6:9.2f}')
     if size['fsdp'] * size['tensor'] > 1 and replicated > replicated_share * total:
         raise UserError(f'{replicated / total:.0%} of the weights\' bytes are on every device in full: give the large '
-                        f'ones of the table above mesh axes')
+                        f'ones of the table above mesh axes; for a model as small as this one take --mesh -1,1,1')
 
 
 class StopSignal:

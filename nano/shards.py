@@ -229,7 +229,7 @@ def read_manifest(folder: str, script: str, or_else: str = '') -> Any:
     except FileNotFoundError as e:
         raise DataError(f'{folder}: has no manifest.json, so its data is not complete: run {script} again'
                         f'{or_else}') from e
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise DataError(f'{path}: is not readable JSON ({e}): prepare the data again') from e
 
 

@@ -70,7 +70,9 @@ class Tracker:
             path = self._log_path.parent / name
             try:
                 path.parent.mkdir(exist_ok=True)
-                path.write_text(text, encoding='utf-8')
+                part = path.with_name(f'{path.name}.tmp')
+                part.write_text(text, encoding='utf-8', errors='replace')
+                part.replace(path)
             except OSError as e:
                 self.print(f'WARNING: {path} cannot be written ({e.strerror}): training goes on without it')
 

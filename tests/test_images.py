@@ -202,10 +202,12 @@ def test_damage_is_named(tmp_path, seed):
 
     ours = Images(str(tmp_path), 'train')
     images.write_bytes(whole[images][:-70])  # cut while in use: the last picture, and a part of the one before
-    ours.read(np.array([12]))
-    for row in (13, 14):
-        with pytest.raises(DataError, match=f'train_000002_images.npy: ends within image {row - 10}: cut while in use'):
-            ours.read(np.array([0, row]))
+    ours.read(np.array([9]))
+    for how in ('cut', 'replaced'):
+        with pytest.raises(DataError, match='train_000002_images.npy: was changed or replaced while in use'):
+            ours.read(np.array([0, 13]))
+        images.rename(tmp_path / 'old')  # by another file of the same size
+        images.write_bytes(whole[images])
     images.unlink()
     with pytest.raises(DataError, match='train_000002_images.npy: cannot be read .*removed while in use'):
         ours.read(np.array([10]))

@@ -390,6 +390,14 @@ def test_a_run_stops_when_nothing_is_finite_any_more(data, tmp_path):
     assert all(torch.equal(good[n], last[n]) and last[n].isfinite().all() for n in good)
 
 
+def test_weights_that_are_not_finite_are_not_saved(data, tmp_path):
+    """The first gradient is finite, and what the weight decay makes of the weights is not."""
+    code, stdout, stderr = run(tmp_path, data, '--weight_decay', 1e30, '--lr', 1e10, '--warmup', 0, '--max_bad', 3,
+                               '--save_every', 0, '--eval_every', 0)
+    assert code == 2 and 'nothing is saved' in stderr and stderr.count('\n') == 1, stderr
+    assert not list((tmp_path / 'ckpt').glob('step_*'))
+
+
 def test_a_graph_that_changes_is_reported(data, tmp_path, monkeypatch, whole):
     step = train_gpt.train_step
 

@@ -315,6 +315,10 @@ def test_each_image_is_counted_once(devices, image_set):
         if here.any():
             error += abs((p.argmax(-1) == labels_B)[here].float().mean() - confidence[here].mean()) * here.float().mean()
     assert s['val_calibration'] == pytest.approx(float(error), abs=1e-5)
+    lost = {n: w * math.nan for n, w in on_device.items()}
+    s = train_vit.scores(train_vit.evaluate(cfg, train_vit.ViT(cfg, mesh), lost, source, rows,
+                                            lambda *batch: sent(cfg, mesh, batch)))
+    assert math.isnan(s['val_loss']) and s['val_top1'] == s['val_top5'] == 0
     some = train_vit.evaluate(replace(cfg, eval_images=20), train_vit.ViT(cfg, mesh), on_device, source, rows,
                               lambda *batch: sent(cfg, mesh, batch))
     assert len(some['nll']) == 20 and set(np.round(some['nll'], 3)) <= set(np.round(found['nll'], 3))
@@ -334,14 +338,14 @@ def test_pictures(tmp_path):
     true, predicted = rng.integers(3, size=(2, 11))
     confusion = np.zeros((3, 3), int)
     np.add.at(confusion, (true, predicted), 1)
-    svg = picture.report('50% <top>', pictures, true, predicted, ['a&b', '<c>', 'd'], confusion)
+    svg = picture.report('50% <top>', pictures, true, predicted, ['a&b', '<c>', 'd\x01\ud800'], confusion)
     root = xml.fromstring(svg)
     shown = [e for e in root if e.tag.endswith('image')]
     assert len(shown) == 11
     for e, image in zip(shown, pictures):
         assert (np.asarray(Image.open(io.BytesIO(base64.b64decode(e.attrib['href'].split(',')[1])))) == image).all()
     wrong = [e.text for e in root if e.attrib.get('fill') == '#c00']
-    assert wrong == [['a&b', '<c>', 'd'][p] for t, p in zip(true, predicted) if t != p]
+    assert wrong == [['a&b', '<c>', 'd??'][p] for t, p in zip(true, predicted) if t != p]
 
 
 # ---- Whole runs ----
@@ -481,7 +485,8 @@ def test_export_and_start_from_it(whole_run, image_set, tmp_path, seed):
     (['--crop', 'centre'], 'resized, shift, none'), (['--global_batch', '12'], 'multiple of 8'),
     (['--global_batch', '8'], '--mixup 0.2: it mixes'),
     (['--channels', '3'], '--channels 3'), (['--image_size', '32', '--crop', 'shift'], '16 x 16'),
-    (['--data', 'nowhere'], 'data/images.py')])
+    (['--data', 'nowhere'], 'data/images.py'), (['--image_size', '20', '--crop', 'resized'], 'store larger ones'),
+    (['--std', 'nan'], '--std nan'), (['--mean', '1e39'], '--mean 1e39'), (['--weight_decay', '1e30'], '--weight_decay')])
 def test_refusals(image_set, tmp_path, options, says):
     code, _, stderr = run(tmp_path / 'out', image_set, *options)
     assert code == 2 and says in stderr and len(stderr.splitlines()) == 1
