@@ -37,8 +37,8 @@ class Script:
 
     @property
     def options(self):
-        return [*self.more, *f'--layers 1 --width 32 --heads 2 --global_batch {BATCH} --accumulate 2 --keep {KEEP} '
-                f'--strict --save_every {SAVE_EVERY} --eval_every {EVAL_EVERY}'.split()]
+        return [*self.more, *f'--layers 1 --width 32 --heads 2 --global_batch {BATCH} --keep {KEEP} --strict '
+                f'--save_every {SAVE_EVERY} --eval_every {EVAL_EVERY}'.split()]
 
     def run(self, out, *options):
         """Exit code, stdout and stderr."""
@@ -55,7 +55,7 @@ def scripts(data, image_set):  # noqa: F811
     fifth."""
     few = image_set.parent / 'few'
     test_vit.write_images(few, train=(50, 25), val=77)
-    return {s.name: s for s in (Script('train_gpt', data, test_runs, ['--kv_heads', '1'], 4),
+    return {s.name: s for s in (Script('train_gpt', data, test_runs, ['--kv_heads', '1', '--accumulate', '2'], 4),
                                 Script('train_vit', few, test_vit, ['--randaugment', ''], 3))}  # half of its graph
 
 
