@@ -1,6 +1,7 @@
 """What every test needs before torch_xla starts: 8 virtual CPU devices, and one printed seed for all random cases."""
 import os
 import random
+import signal
 import subprocess
 import sys
 
@@ -9,6 +10,10 @@ os.environ['PJRT_DEVICE'] = 'CPU'
 os.environ['CPU_NUM_DEVICES'] = '8'
 # LLVM's optimizations take 3/4 of the 10 to 25 s of compiling a tiny training step, and save nothing at that size.
 os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0'
+
+# nohup and a shell's background have them ignored, which processes pass on: then no test of a signal could pass.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest  # noqa: E402
 

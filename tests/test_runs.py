@@ -193,7 +193,6 @@ STOPPED = '''
 import signal, sys, time
 from nano.runtime import StopSignal
 how = sys.argv[1]
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests themselves were started by nohup
 with StopSignal(grace_s=1 if how == 'never' else 60) as stop:
     stop.nothing_to_save = how == 'before'
     print('ready', flush=True)
