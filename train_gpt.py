@@ -159,8 +159,8 @@ def check(cfg: Config):
                         f'first')
 
 
-# What the forward pass keeps of each layer besides its input (None: everything), by the names of PyTorch's operators; the
-# backward pass computes the rest again. dots: the results of the weights' matmuls, and of splash attention.
+# What the forward pass keeps of each layer besides its input (None: everything), by the names of PyTorch's operators.
+# The backward pass computes the rest again. dots: the results of the weights' matmuls, and of splash attention.
 REMAT = {'none': None, 'dots': ('aten.mm.', 'nano.splash_forward.'), 'attn': ('nano.splash_forward.',), 'block': ()}
 
 
@@ -209,7 +209,7 @@ FLOPS_RULE = '6 P + 6 L H C T for a token: P weights in matmuls, L layers of H h
 
 
 def flops_per_token(cfg: Config) -> float:
-    """Forward and backward, as FLOPS_RULE says: of causal attention half counts (PaLM's appendix B counts all of it)."""
+    """Forward and backward, as FLOPS_RULE says: half of attention counts, as it is causal (PaLM's appendix B: all)."""
     n_matmul = sum(math.prod(shape) for name, shape in weight_shapes(cfg).items() if cfg.tied or name != 'embed_VD')
     return 6 * n_matmul + 6 * cfg.layers * cfg.heads * cfg.head_size * cfg.seq_len
 
@@ -397,8 +397,8 @@ def check_mesh(cfg: Config, mesh) -> int:
     """Refuses what the mesh cannot divide; returns how many parts the rows of a batch are in."""
     row_shards, tensor = mesh.mesh_shape[0] * mesh.mesh_shape[1], mesh.mesh_shape[2]
     if uses_splash(cfg) and (cfg.heads % tensor or cfg.kv_heads % tensor):
-        raise UserError(f'--heads {cfg.heads} --kv_heads {cfg.kv_heads} --mesh {cfg.mesh}: splash attention needs whole '
-                        f'heads on each of {tensor} devices along tensor; or take --attention plain')
+        raise UserError(f'--heads {cfg.heads} --kv_heads {cfg.kv_heads} --mesh {cfg.mesh}: splash attention needs '
+                        f'whole heads on each of {tensor} devices along tensor; or take --attention plain')
     if cfg.global_batch % (row_shards * cfg.accumulate):
         least = row_shards * cfg.accumulate
         raise UserError(f'--global_batch {cfg.global_batch}: must be a multiple of {least} = {row_shards} (data x '
@@ -613,13 +613,13 @@ def train(cfg: Config, stop: runtime.StopSignal):
         torch_xla.sync()
         check_model(cfg, model, state, mesh, run.say)
         run.load(dict(model.named_parameters()), state)
-        run.say(f'{sum(w.numel() for w in model.parameters()) / 1e6:.1f}M parameters on a mesh (data, fsdp, tensor) = '
+        run.say(f'{sum(w.numel() for w in model.parameters()):,} parameters on a mesh (data, fsdp, tensor) = '
                 f'{mesh.mesh_shape}; {tokens_per_step:,} tokens a step: {cfg.global_batch} sequences = {row_shards} '
-                f'(data x fsdp) x {cfg.accumulate} (micro-batches) x {cfg.global_batch // row_shards // cfg.accumulate}; '
-                f'{cfg.steps:,} steps are {cfg.steps * tokens_per_step / windows.n_tokens:.2f} epochs of '
-                f'{windows.n_tokens:,} tokens')
+                f'(data x fsdp) x {cfg.accumulate} (micro-batches) x '
+                f'{cfg.global_batch // row_shards // cfg.accumulate}; {cfg.steps:,} steps are '
+                f'{cfg.steps * tokens_per_step / windows.n_tokens:.2f} epochs of {windows.n_tokens:,} tokens')
         if cfg.warmup >= cfg.steps:
-            run.say(f'the warm-up of {cfg.warmup} steps is longer than the run: the learning rate never reaches {cfg.lr}')
+            run.say(f'the warm-up of {cfg.warmup} steps is longer than the run, which never reaches the rate {cfg.lr}')
         if val is None:
             run.say(f'{cfg.data} has no validation tokens: nothing is evaluated')
 
@@ -728,8 +728,8 @@ def export(cfg: Config):
     hf.write(cfg.export, hf.config_of(asdict(then), dtype, meta['separator']), weights(), HF_NAMES, dtype,
              then.vocab_size, lambda to: resume.copy_tokenizer(source, to, meta['tokenizer']))
     if then.qkv_bias and os.path.exists(f'{cfg.export}/tokenizer.model'):
-        print('transformers.AutoTokenizer takes any tokenizer beside a Qwen 2 model for Qwen\'s, and this is none: load it '
-              'with transformers.PreTrainedTokenizerFast.from_pretrained')
+        print('transformers.AutoTokenizer takes any tokenizer beside a Qwen 2 model for Qwen\'s, and this is none: load '
+              'it with transformers.PreTrainedTokenizerFast.from_pretrained')
     print(f'wrote {cfg.export}: the weights of {source} in HuggingFace\'s format, {dtype}')
 
 
@@ -740,8 +740,8 @@ def find_data(cfg: Config) -> Config:
     here = Path(__file__).resolve().parent
     if not (here / cfg.data / 'manifest.json').exists():
         if checkpoint.newest(resume.Folder(cfg.out).ckpt):
-            raise UserError(f'{cfg.out} holds a run, and --data is missing: start it with the same options, which are in '
-                            f'{cfg.out}/config.json')
+            raise UserError(f'{cfg.out} holds a run, and --data is missing: start it with the same options, which are '
+                            f'in {cfg.out}/config.json')
         print('no token shards yet: making them of the default text (data/text.py)', flush=True)
         if code := subprocess.run([sys.executable, here / 'data' / 'text.py', '--out', here / cfg.data]).returncode:
             raise UserError(f'data/text.py ended with {code}, see above; another text: python data/text.py FILE...')

@@ -44,7 +44,7 @@ class Config:
     data: str = 'data/shards/images'  # folder of image shards with a manifest.json (data/images.py), or gs://...
     device: str = 'tpu'  # tpu or cpu; never chosen silently
     mesh: str = '1,-1,1'  # devices along data,fsdp,tensor; -1 is the rest
-    seed: int = 1  # of weights, order of the data, and augmentation
+    seed: int = 1  # of the weights' first values, the order of the data, and what is drawn at random
     init_from: str = ''  # run, checkpoint or folder with timm's weights that this new run starts from
     export: str = ''  # folder to write the newest weights of --out to, in timm's names
     reset_data: bool = False  # go on with other data, or another order of them, from their beginning
@@ -56,6 +56,7 @@ class Config:
     mlp_width: int = 256  # F
     patch: int = 7  # pixels of a patch's side
     image_size: int = 0  # pixels of the square that the model sees; 0 is that of the data
+    stored_size: int = 0  # pixels of the stored images' shorter side; 0 is that of the data. It is kept for --export
     channels: int = 0  # C; 0 is those of the data
     classes: int = 0  # K; 0 is those of the data
     pool: str = 'gap'  # what the head sees: gap, the mean of all patches, or cls, a token of its own
@@ -63,9 +64,9 @@ class Config:
     grid: int = 0  # patches along a side that positions are counted in; 0 is those of the image. It stays that of the
                    # first training when --init_from goes on at another --image_size: positions in between are new
     mean: str = ''  # of the pixels of each channel, black 0 and white 1, such as 0.5,0.5,0.5; empty is that of the data
-    std: str = ''  # and their deviation
+    std: str = ''  # standard deviation of the same
     norm_eps: float = 1e-6  # added to the variance
-    drop_path: float = 0.0  # stochastic depth: the chance to leave out the last layer's outputs, falling to 0 at the first
+    drop_path: float = 0.0  # stochastic depth: the chance to leave out the last layer's outputs; 0 at the first
     dtype: str = 'auto'  # of the matmuls: bfloat16, float32, or auto = bfloat16 on TPU and float32 on CPU
     attention: str = 'auto'  # kernel (nano/attend.py), plain, or auto = on TPU the kernel where it can, else plain
     remat: str = 'none'  # what the backward pass computes again to save memory: none, dots or block, see REMAT
@@ -104,8 +105,9 @@ class Config:
     wandb: str = ''  # project to log to; empty does not use wandb
 
 
-# The recipe of big_vision's configs/vit_s16_i1k.py, whose weight decay of 1e-4 is not multiplied by the learning rate.
-# Its head has a hidden tanh layer; here it is linear, as the paper has it.
+# The recipe of big_vision's configs/vit_s16_i1k.py. Its weight decay of 1e-4 is what a step takes away at the highest
+# learning rate; here the learning rate is multiplied in, and 1e-3 * 0.1 is the same. Its head has a hidden tanh layer;
+# here it is linear, as the paper has it.
 IMAGENET = dict(patch=16, image_size=224, remat='dots', crop='resized', flip=True, randaugment='2,10', mixup=0.2,
                 steps=112600, global_batch=1024, lr=1e-3, warmup=10000, weight_decay=0.1, eval_every=2500,
                 save_every=2500, log_every=50)
@@ -118,8 +120,8 @@ PRESETS = {
 
 
 # What makes the model: a run goes on with these as they were, and --init_from brings them.
-SHAPE = ('layers', 'width', 'heads', 'mlp_width', 'patch', 'channels', 'pool', 'positions', 'grid', 'mean', 'std',
-         'norm_eps', 'classes')
+OF_DATA = 'channels', 'grid', 'mean', 'std', 'classes'  # by default; later they are the model's
+SHAPE = 'layers', 'width', 'heads', 'mlp_width', 'patch', 'pool', 'positions', 'norm_eps', *OF_DATA
 BROUGHT = SHAPE[:-1]  # the classes are those of the new data: for others the head begins anew
 MAY_DIFFER = 'mean', 'std', 'norm_eps', 'classes'
 
@@ -129,7 +131,7 @@ def check(cfg: Config):
     for names, least, most in (
             ('layers heads patch accumulate', 1, 10_000),
             ('width mlp_width global_batch', 1, 2**20),
-            ('image_size channels classes grid pad', 0, 2**20),
+            ('image_size stored_size channels classes grid pad', 0, 2**20),
             ('steps log_every keep max_bad', 1, 2**31 - 1),
             ('warmup stop_at eval_every eval_images save_every keep_every', 0, 2**31 - 1),
             ('lr norm_eps adam_eps', 1e-30, 1e30),
@@ -149,10 +151,12 @@ def check(cfg: Config):
     if cfg.remat != 'none' and not cfg.scan:
         raise UserError(f"--remat {cfg.remat}: without --scan only 'none'")
     if cfg.width % cfg.heads or cfg.positions == 'sincos2d' and cfg.width % 4:
-        raise UserError(f'--width {cfg.width} --heads {cfg.heads}: the second must divide the first, and waves are pairs '
-                        f'of pairs, so 4 must too')
+        raise UserError(f'--width {cfg.width} --heads {cfg.heads}: the second must divide the first, and so must 4 '
+                        f'with sincos2d: each frequency has a sine and a cosine of x and of y')
     if cfg.image_size % cfg.patch:
         raise UserError(f'--image_size {cfg.image_size} --patch {cfg.patch}: the second must divide the first')
+    if cfg.drop_path and cfg.layers == 1:
+        raise UserError(f'--drop_path {cfg.drop_path} --layers 1: the first layer is never left out, and it is alone')
     if cfg.global_batch % cfg.accumulate:
         raise UserError(f'--global_batch {cfg.global_batch} --accumulate {cfg.accumulate}: the second must divide the '
                         f'first')
@@ -170,8 +174,8 @@ def randaugment_of(cfg: Config) -> tuple[int, float]:
     raise UserError(f'--randaugment {cfg.randaugment}: expected OPERATIONS,MAGNITUDE such as 2,10 (16 and 10 at most)')
 
 
-# What the forward pass keeps of each layer besides its input (None: everything), by the names of PyTorch's operators; the
-# backward pass computes the rest again. dots: the results of the weights' matmuls, and of the attention kernel.
+# What the forward pass keeps of each layer besides its input (None: everything), by the names of PyTorch's operators.
+# The backward pass computes the rest again. dots keeps the results of the weights' matmuls, and of attention's kernel.
 REMAT = {'none': None, 'dots': ('aten.mm.', 'nano.attend_forward.'), 'block': ()}
 
 
@@ -180,6 +184,9 @@ REMAT = {'none': None, 'dots': ('aten.mm.', 'nano.attend_forward.'), 'block': ()
 # Every weight and the mesh axes that its dimensions lie along, as in train_gpt.py: matrices along `fsdp` with the
 # dimension of width, so that a device holds a part of each layer and gathers the layer when it comes to it; along
 # `tensor` with the heads or the hidden width. What has one dimension is small and lies on every device in full.
+#
+# The names are read elsewhere: their ending gives the shape (weight_shapes); with _L they are stacked, and layer() gets
+# its slice; build() chooses the first values, adamw() what decays, layer_rates() and flops_per_image() go by them too.
 SHARDING = {
     'embed_ED': (None, 'fsdp'), 'embed_bias_D': (None,), 'cls_D': (None,), 'pos_TD': (None, 'fsdp'),
     'wq_LDX': (None, 'fsdp', 'tensor'), 'wk_LDX': (None, 'fsdp', 'tensor'), 'wv_LDX': (None, 'fsdp', 'tensor'),
@@ -265,10 +272,10 @@ class ViT:
 def layer(cfg: Config, mesh, T: int, x_RD: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
     """One layer: attention and MLP, each added to the stream. `w` holds this layer's slices of the stacked weights.
 
-    The stream is a matrix, all patches of all images: a TPU keeps arrays in tiles of 8 or 16 rows, into which 196 patches
-    do not fit, and would copy between [B, T, D] and the matrix that each matmul wants."""
+    The stream is a matrix with a row for each patch of each image, not [B, T, D]: a TPU keeps arrays in tiles of 8 or
+    16 rows, which 196 patches do not fill, so between the two shapes it would copy, for each matmul."""
     B, N, A = len(x_RD) // T, cfg.heads, cfg.width // cfg.heads
-    # Said here, inside the loop over layers, for the slices and above all for their gradients.
+    # Marked once more, inside the loop over layers: above all for the gradients of these slices.
     w = {name: shard(t, mesh, SHARDING[name][1:]) if name in SHARDING else t for name, t in w.items()}
     h_RD = layer_norm(x_RD, w['attn_norm_LD'], w['attn_norm_bias_LD'], cfg.norm_eps)
     q_RX, k_RX, v_RX = (linear(h_RD, w[f'w{x}_LDX'], w[f'{x}_bias_LX']) for x in 'qkv')
@@ -287,10 +294,10 @@ def layer(cfg: Config, mesh, T: int, x_RD: torch.Tensor, w: dict[str, torch.Tens
 
 
 def why_plain(cfg: Config, mesh, B: int, T: int) -> str:
-    """Why B images are left to plain attention and not to the kernel; empty if they are not. Raises UserError where the
-    kernel was asked for and cannot."""
+    """Why attention among B images is plain PyTorch; empty if it is the kernel. Raises UserError where --attention
+    kernel is not possible."""
     if cfg.attention == 'plain' or cfg.attention == 'auto' and cfg.device != 'tpu' or mesh is None:
-        return 'it is what was asked for'
+        return 'chosen'
     data, fsdp, tensor = mesh.mesh_shape
     try:
         if cfg.device != 'tpu' and not pallas.INTERPRET:
@@ -318,7 +325,7 @@ def layer_norm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, eps: float)
 def position_table(cfg: Config, learned_TD: torch.Tensor | None, side: int, device) -> torch.Tensor:
     """What is added to the patches of an image of side x side of them, [T, D] in float32.
 
-    Waves: sines and cosines of x and of y at width / 4 frequencies from 1 down to 1e-4, as in MoCo v3 (Chen et al. 2021).
+    Waves: sines and cosines of x and of y at width / 4 frequencies from 1 to 1e-4, as in MoCo v3 (Chen et al. 2021).
     On another grid than that of the first training, patches lie between the places that the model knows: waves are
     taken there, and a learned table is read there by bilinear interpolation."""
     if learned_TD is not None:
@@ -358,14 +365,14 @@ def build(cfg: Config, mesh, device) -> tuple[dict[str, torch.nn.Parameter], dic
     """The weights and the optimizer's state, sharded over the mesh.
 
     One weight at a time passes through the host; its first values depend on the seed and its name alone, so every host
-    makes the same. As big_vision's: norms at 1, biases and the head at 0, the patches' matrix with variance 1 / E, those
-    of the layers by Glorot and Bengio 2010, learned positions and the class token with deviation 0.02.
+    makes the same. As big_vision's: norms at 1, biases and the head at 0, the patches' matrix with variance 1 / E,
+    those of the layers by Glorot and Bengio 2010, learned positions and the class token with deviation 0.02.
     """
     import torch_xla.distributed.spmd as xs
     weights, state = {}, {'adam_t': torch.zeros((), device=device)}
     for name, shape in weight_shapes(cfg).items():
         generator = torch.Generator().manual_seed(runtime.seed_of(cfg.seed, name))
-        if 'bias' in name or name.startswith('head'):
+        if 'bias' in name or name == 'head_DK':
             w = torch.zeros(shape)
         elif 'norm' in name:
             w = torch.ones(shape)
@@ -401,7 +408,11 @@ def check_mesh(cfg: Config, mesh) -> int:
                         f'or --mesh')
     why = why_plain(cfg, mesh, cfg.global_batch // cfg.accumulate, patches(cfg))
     if why and cfg.attention == 'auto' and cfg.device == 'tpu':
-        say(f'plain attention, not the kernel, which is faster: {why}')
+        say(f'attention is plain PyTorch, slower than the kernel: {why}')
+    group = augment.group_of(on_device)
+    if cfg.randaugment and group < augment.N_OPERATIONS:
+        say(f'--randaugment is slow with {on_device} images on a device: of their divisors up to {augment.GROUP} the '
+            f'largest is {group}, and so many are filled up to {augment.N_OPERATIONS}; a multiple of 16 is best')
     return row_shards
 
 
@@ -483,7 +494,7 @@ def middle(x_BCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 
 def train_step(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], state: dict, images_BHWC: torch.Tensor,
                labels_B1: torch.Tensor, lr: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Traces an update; `share` is mixup's. Returns [loss, norm of the gradient, 1 if the update was made] on the device.
+    """Traces an update; `share` is mixup's. Returns [loss, norm of the gradient, 1 if it was made] on the device.
 
     The loss is the mean over the global batch, whatever the number of micro-batches. Micro-batch a takes images a,
     a + A, ...: so it has images of each device.
@@ -517,15 +528,15 @@ def train_step(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], state:
 @torch.no_grad()
 def answers(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], images_BHWC: torch.Tensor,
             labels_B1: torch.Tensor) -> torch.Tensor:
-    """Of each image [4, B] in float32: -log p(label), how many classes are likelier than the label, the likeliest class
-    and its probability. Of a blank one they mean nothing."""
+    """For each image [4, B] in float32: -log p(label), the number of classes that are likelier than the label, the
+    likeliest class, and its probability. For the blank images that fill up the last batch they mean nothing."""
     x_BCHW = middle(images_BHWC.permute(0, 3, 1, 2), (cfg.image_size, cfg.image_size))
     log_p_BK = model(weights, augment.normalize(x_BCHW, *pixel_scale(cfg), matmul_dtype(cfg))).log_softmax(-1)
     labels_B1 = labels_B1.clamp(min=0).long()
     at_label_B1 = log_p_BK.gather(-1, labels_B1)
     best_B, class_B = log_p_BK.max(-1)
-    # Of classes that are equally likely the first one comes first: else a new head, all 0, were right every time. What
-    # is not a number is behind nothing, and so is never right.
+    # Among equally likely classes the first wins: else a new head, whose answers are all equal, would always be right.
+    # With NaN no class is behind another, so the label is last.
     after_BK = torch.arange(cfg.classes, device=log_p_BK.device) > labels_B1
     behind_BK = (log_p_BK < at_label_B1) | (log_p_BK == at_label_B1) & after_BK
     rank_B = cfg.classes - 1 - behind_BK.sum(-1)
@@ -571,7 +582,7 @@ THEIRS = resume.Foreign(hf_vit.is_folder, lambda folder, o: hf_vit.read(folder)[
 
 def main(argv: list[str] | None = None):
     try:
-        brought = partial(resume.options_of_source, shape=BROUGHT, foreign=THEIRS)
+        brought = partial(resume.options_of_source, shape=BROUGHT, foreign=THEIRS, of_data=OF_DATA)
         cfg, planning = config.parse(Config, PRESETS, argv, __doc__, brought,
                                      ('out', 'data', 'init_from', 'export'), plan.Options)
         check(cfg)
@@ -607,17 +618,19 @@ def fitted(cfg: Config, height: int, width: int, channels: int, classes: int, me
     """What is 0 in the options is that of the data. Raises UserError for what does not fit them."""
     size = cfg.image_size or min(height, width) // cfg.patch * cfg.patch
     # Where all pixels of a channel are equal, any deviation will do.
-    cfg = replace(cfg, image_size=size, channels=cfg.channels or channels, classes=cfg.classes or classes,
-                  grid=cfg.grid or size // cfg.patch, mean=cfg.mean or ','.join(f'{x:.6g}' for x in mean),
+    cfg = replace(cfg, image_size=size, stored_size=cfg.stored_size or min(height, width),
+                  channels=cfg.channels or channels, classes=cfg.classes or classes, grid=cfg.grid or size // cfg.patch,
+                  mean=cfg.mean or ','.join(f'{x:.6g}' for x in mean),
                   std=cfg.std or ','.join(f'{x or 1:.6g}' for x in std))
     if size < cfg.patch or size > min(height, width):
         wanted = f'--image_size {cfg.image_size}' if cfg.image_size else f'--patch {cfg.patch}'
         raise UserError(f'{wanted}: the images of {cfg.data} have {height} x {width} pixels, store larger ones '
                         f'(data/images.py --size) or take a smaller value')
     if cfg.channels != channels:
-        raise UserError(f'--channels {cfg.channels}: the images of {cfg.data} have {channels}')
+        raise UserError(f'the model takes images of {cfg.channels} channels (--channels), those of {cfg.data} have '
+                        f'{channels}: data/images.py makes shards with 3, or with 1 (--grey)')
     if cfg.classes < classes:
-        raise UserError(f'--classes {cfg.classes}: {cfg.data} has {classes}')
+        raise UserError(f'the model has {cfg.classes} classes (--classes), {cfg.data} has {classes}')
     return cfg
 
 
@@ -654,6 +667,8 @@ def train(cfg: Config, stop: runtime.StopSignal):
         torch_xla.sync()
         runtime.check_sharding(weights, {name: SHARDING.get(name) for name in weight_shapes(cfg)}, mesh, run.say)
         new_head = start.then.get('classes', cfg.classes) != cfg.classes
+        if start.then:
+            run.say('the head begins anew, for other classes' if new_head else 'the head is kept: as many classes')
         run.load(weights, state, leave_out={'head_DK', 'head_bias_K'} if new_head else set())
         evaluated = {name: state[f'ema.{name}'] for name in weights} if cfg.ema else weights
         if cfg.ema and start.path and not start.goes_on:
@@ -661,12 +676,13 @@ def train(cfg: Config, stop: runtime.StopSignal):
                 for name, mean in evaluated.items():
                     mean.copy_(weights[name])
             torch_xla.sync()
-        run.say(f'{sum(w.numel() for w in weights.values()) / 1e6:.1f}M parameters on a mesh (data, fsdp, tensor) = '
-                f'{mesh.mesh_shape}; {cfg.global_batch} images a step = {row_shards} (data x fsdp) x {cfg.accumulate} '
-                f'(micro-batches) x {cfg.global_batch // row_shards // cfg.accumulate}; {cfg.steps:,} steps are '
+        run.say(f'{sum(w.numel() for w in weights.values()):,} parameters on a mesh (data, fsdp, tensor) = '
+                f'{mesh.mesh_shape}; images of {cfg.image_size} pixels in {patches(cfg)} patches of {cfg.patch}; '
+                f'{cfg.global_batch} images a step = {row_shards} (data x fsdp) x {cfg.accumulate} (micro-batches) x '
+                f'{cfg.global_batch // row_shards // cfg.accumulate}; {cfg.steps:,} steps are '
                 f'{cfg.steps * cfg.global_batch / len(source):.2f} epochs of {len(source):,} images')
         if cfg.warmup >= cfg.steps:
-            run.say(f'the warm-up of {cfg.warmup} steps is longer than the run: the learning rate never reaches {cfg.lr}')
+            run.say(f'the warm-up of {cfg.warmup} steps is longer than the run, which never reaches the rate {cfg.lr}')
         if val is None:
             run.say(f'{cfg.data} has no validation images: nothing is evaluated')
 
@@ -684,8 +700,9 @@ def train(cfg: Config, stop: runtime.StopSignal):
             if found is None or stop.asked():
                 return False
             s = scores(found)
-            what = (f'step {step}: validation loss {s["val_loss"]:.4f}, top-1 {s["val_top1"]:.2%}, top-5 '
-                    f'{s["val_top5"]:.2%} of {s["val_images"]:,} images')
+            top5 = f', top-5 {s["val_top5"]:.2%}' if cfg.classes > 5 else ''
+            what = (f'step {step}: validation loss {s["val_loss"]:.4f}, top-1 {s["val_top1"]:.2%}{top5} of '
+                    f'{s["val_images"]:,} images')
             if not record:
                 run.say(what + ' (to compile; not on record)')
                 return True
@@ -698,7 +715,7 @@ def train(cfg: Config, stop: runtime.StopSignal):
                 some = eval_examples(len(val), cfg.eval_images)[:64]
                 run.track.write(f'samples/step_{step:08d}.svg', picture.report(
                     what, val.read(some)[0], found['label'][:64], found['predicted'][:64].astype(int),
-                    [*names, *(f'class {k}' for k in range(len(names), cfg.classes))],
+                    found['confidence'][:64], [*names, *(f'class {k}' for k in range(len(names), cfg.classes))],
                     confusion_KK if cfg.classes <= 100 else None))
             return True
 
@@ -757,7 +774,7 @@ def export(cfg: Config):
     with torch.no_grad():
         found['pos_TD'] = position_table(then, found.get('pos_TD'), then.image_size // then.patch, torch.device('cpu'))
     dtype = torch.float32 if cfg.dtype == 'auto' else matmul_dtype(cfg)
-    hf_vit.write(cfg.export, asdict(then), found, then.image_size, dtype)
+    hf_vit.write(cfg.export, asdict(then), found, dtype)
     print(f'wrote {cfg.export}: the weights of {source} in timm\'s names, {dtype}')
 
 
@@ -768,8 +785,8 @@ def find_data(cfg: Config) -> Config:
     here = Path(__file__).resolve().parent
     if not (here / cfg.data / 'manifest.json').exists():
         if checkpoint.newest(resume.Folder(cfg.out).ckpt):
-            raise UserError(f'{cfg.out} holds a run, and --data is missing: start it with the same options, which are in '
-                            f'{cfg.out}/config.json')
+            raise UserError(f'{cfg.out} holds a run, and --data is missing: start it with the same options, which are '
+                            f'in {cfg.out}/config.json')
         print('no image shards yet: making them of the default images (data/images.py)', flush=True)
         if code := subprocess.run([sys.executable, here / 'data' / 'images.py', '--out', here / cfg.data]).returncode:
             raise UserError(f'data/images.py ended with {code}, see above; others: python data/images.py FOLDER')

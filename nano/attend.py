@@ -19,8 +19,9 @@ from nano import UserError, pallas
 # The vector unit holds 128 numbers in a row, its lanes, and a matrix is kept in tiles of 8 rows, or 16 of bfloat16. An
 # image of 196 patches begins in the middle of one: its window is whole tiles, and so has rows of others.
 LANES = 128
-VMEM_BYTES = 14 * 2**20  # for blocks and scores, of the 16 MiB that XLA gives a kernel
-TENSORS = {'forward': 4, 'backward': 7}  # that a kernel reads and writes
+VMEM_BYTES = 14 * 2**20  # for blocks and scores, of the 16 MiB that XLA gives a kernel; 2 are left to the compiler
+TENSORS = {'forward': 4, 'backward': 7}  # that a kernel reads and writes: q, k, v, result; the gradients of all besides
+SCORE_MATRICES = 4  # of one image, in float32, that are alive at once: scores, probabilities, and their gradients
 
 
 class Blocks(NamedTuple):
@@ -47,12 +48,13 @@ def blocks(B: int, T: int, N: int, A: int, bytes_: int) -> Blocks:
                         f'fill whole tiles')
     first_rows = max(i * T % tile for i in range(least))  # of the window, that are of the image before
     window = -(-(first_rows + T) // tile) * tile
-    room = VMEM_BYTES - 4 * 4 * window * -(-window // LANES) * LANES  # about four matrices of scores, in float32
+    room = VMEM_BYTES - SCORE_MATRICES * 4 * window * -(-window // LANES) * LANES
     if least * size > room:
         raise UserError(f'{least} images of {T} patches are too much for the fast memory that it works in')
     images = least
     while images * 2 * size <= room and B % (images * 2) == 0:
         images *= 2
+    # Several images give the compiler something to do while one waits; beyond 1024 rows their scores would not fit.
     at_once = max(n for n in (1, 2, 4) if images % n == 0 and (n == 1 or n * window <= 1024))
     return Blocks(images, lanes, tile, min(window, images * T), at_once)
 

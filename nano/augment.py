@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # torchvision's models/_meta, for 0 to 1
-GROUP, N_OPERATIONS = 64, 16
+GROUP = 64
 GREY = 128  # what a warp or a cutout leaves empty, as in big_vision
 
 
@@ -274,7 +274,10 @@ def operations(m: float, dtype: torch.dtype = torch.float32) -> list[Callable]:
     Not as there: warps interpolate, where big_vision takes the nearest pixel; contrast is away from the mean, as in
     Pillow, where big_vision has the number of pixels / 256; translations by 100 pixels and cutouts of 2 * 40 are meant
     for 224, and in proportion for other sizes. At 10 solarize does nothing (its threshold is 256), posterize keeps 4
-    bits, and color, contrast, brightness and sharpness are 1.9 times what they were."""
+    bits, and color, contrast, brightness and sharpness are 1.9 times what they were.
+
+    To add one, write a function from uint8 to uint8 [B, C, H, W] and put it into the list: each is drawn as often as
+    any other. It must draw nothing itself, see `traced_once`."""
     share = m / 10
     enhance = 0.1 + 1.8 * share
 
@@ -302,9 +305,12 @@ def operations(m: float, dtype: torch.dtype = torch.float32) -> list[Callable]:
             cut, sure(solarize_add, int(110 * share))]
 
 
+N_OPERATIONS = len(operations(0.0))
+
+
 def randaugment(x_BCHW: torch.Tensor, n: int = 2, m: float = 10, group: int = GROUP,
                 dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """n operations on each image, one after the other, each drawn from all 16 (Cubuk et al. 2020).
+    """n operations on each image, one after the other, each drawn from all (Cubuk et al. 2020): there are 16.
 
     Drawn without replacement: the images of a group are shuffled, the first sixteenth of them gets the first operation,
     and so on. So an operation is computed for those images only that get it, and not for all to choose from, 16 times
@@ -337,9 +343,10 @@ _traced = {}  # (function, options, shapes and types) -> its computation, the nu
 
 
 def traced_once(f: Callable, options: tuple, *inputs: torch.Tensor) -> torch.Tensor:
-    """f(*options, *inputs), which must compute from its arguments alone and draw nothing. On an XLA device it is traced
-    once in the life of the process and then called as one operator: RandAugment has 900 for each of its n, and tracing
-    them at every step would take the host longer than the step takes the chips."""
+    """f(*options, *inputs), traced at the first call only: on an XLA device the later ones are a single operator that
+    holds what was traced. RandAugment is 900 operators for each of its n, which the host would take longer to trace, at
+    every step, than the chips take for the step. f must compute from its arguments alone and draw nothing: a random
+    number would be the same at every step."""
     if inputs[0].device.type != 'xla':
         return f(*options, *inputs)
     import torch_xla

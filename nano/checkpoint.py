@@ -50,8 +50,8 @@ class Saver:
         began = time.perf_counter()
         self.wait()
         if self._hosts_lost:
-            raise UserError('the hosts cannot reach one another any more, so no checkpoint can be written: start all of '
-                            'them again; the newest complete one goes on')
+            raise UserError('the hosts cannot reach one another any more, so no checkpoint can be written: start all '
+                            'of them again; the newest complete one goes on')
         if self.committed == step:
             return
         waited = time.perf_counter()
@@ -78,8 +78,8 @@ class Saver:
             try:
                 self._prune()
             except Exception as e:  # an object store's client raises its own
-                self.say(f'warning: old checkpoints in {self.folder} are not removed ({_cause(e)}); the next save tries '
-                         f'again')
+                self.say(f'warning: old checkpoints in {self.folder} are not removed ({_cause(e)}); the next save '
+                         f'tries again')
 
         self._thread = threading.Thread(target=write, name='checkpoint')
         self._thread.start()

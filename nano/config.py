@@ -72,7 +72,8 @@ def parse(cls: type[T], presets: dict[str, dict[str, Any]], argv: Sequence[str] 
 
     chosen = given.get('preset', getattr(cls, 'preset', ''))
     if chosen and chosen not in presets:
-        _fail(f'no preset {chosen!r}{_nearest(chosen, presets, "; did you mean {}?", ";")} There are: {", ".join(presets)}')
+        close = _nearest(chosen, presets, '; did you mean {}?', ';')
+        _fail(f'no preset {chosen!r}{close} There are: {", ".join(presets)}')
     if empty := [name for name in paths if given.get(name) == '']:  # a variable of the shell that is not set
         _fail(f'--{empty[0]} needs a folder')
     given |= {name: os.path.expanduser(given[name].removeprefix('file://')) for name in paths if name in given}
@@ -86,7 +87,7 @@ def save_config(cfg: Any, path: str | Path) -> None:
     """Writes the config as JSON: a reader of `path` finds the old file or the new one, never a part of it."""
     tmp = f'{path}.tmp'
     with open(tmp, 'w', encoding='utf-8') as f:
-        json.dump(dataclasses.asdict(cfg), f, indent=2)
+        f.write(json.dumps(dataclasses.asdict(cfg), indent=2) + '\n')
         f.flush()
         os.fsync(f.fileno())
     os.replace(tmp, path)

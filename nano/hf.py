@@ -91,8 +91,8 @@ def check_tokenizer(folder: str | Path, data: str, sha256: str | None):
 
 
 class Weights(StorageReader):
-    """Weights in the form of a checkpoint, for nano.checkpoint.load: a host reads what its devices need. `shapes`: their
-    names and shapes."""
+    """Weights in the form of a checkpoint, for nano.checkpoint.load: a host reads what its devices need. `shapes`:
+    their names and shapes."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]):
         self.shapes = shapes

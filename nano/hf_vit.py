@@ -111,10 +111,11 @@ def read(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return found, {name: w.contiguous() for name, w in weights.items()}
 
 
-def write(folder: str, o: dict[str, Any], weights: dict[str, torch.Tensor], image_size: int, dtype: torch.dtype):
+def write(folder: str, o: dict[str, Any], weights: dict[str, torch.Tensor], dtype: torch.dtype):
     """Fills `folder`, which must be empty or missing, with timm's names; `weights` with pos_TD, whatever the model has,
-    and `o` the options. Loads with timm.create_model('local-dir:FOLDER', pretrained=True)."""
-    D, P, C, T = o['width'], o['patch'], o['channels'], weights['pos_TD'].shape[0]
+    and `o` the options. Loads with timm.create_model('local-dir:FOLDER', pretrained=True), and timm's transform for it
+    (resolve_model_data_config) sees of a picture what the evaluation saw."""
+    D, P, C, size = o['width'], o['patch'], o['channels'], o['image_size']
     cls = o['pool'] == 'cls'
     ours, out = dict(weights), {}
     ours['pos_TD'] = torch.cat((torch.zeros(int(cls), D), ours['pos_TD']))[None]
@@ -128,12 +129,13 @@ def write(folder: str, o: dict[str, Any], weights: dict[str, torch.Tensor], imag
                 out[theirs.format(n)] = w.t() if name in LAYER and w.dim() == 2 else w
     for base in {name.partition(':')[0] for name in out if ':' in name}:
         out[base] = torch.cat([out.pop(f'{base}:{third}') for third in range(3)])
-    args = dict(img_size=image_size, patch_size=P, in_chans=C, embed_dim=D, depth=o['layers'], num_heads=o['heads'],
+    args = dict(img_size=size, patch_size=P, in_chans=C, embed_dim=D, depth=o['layers'], num_heads=o['heads'],
                 mlp_ratio=o['mlp_width'] / D, class_token=cls, fc_norm=False, global_pool='token' if cls else 'avg')
     config = dict(
         architecture='vit_base_patch16_224', num_classes=o['classes'], num_features=D, global_pool=args['global_pool'],
         model_args=args, pretrained_cfg=dict(
-            input_size=[C, image_size, image_size], interpolation='bicubic', crop_pct=224 / 256, num_classes=o['classes'],
+            input_size=[C, size, size], interpolation='bicubic', crop_pct=size / max(size, o['stored_size']),
+            num_classes=o['classes'],
             mean=[float(x) for x in o['mean'].split(',')], std=[float(x) for x in o['std'].split(',')],
             first_conv='patch_embed.proj', classifier='head'))
     hf.write(folder, config, out.items(), {name: name for name in out}, dtype, 2**62, lambda to: None)

@@ -1,6 +1,6 @@
 """Batches of training examples in a shuffled order that is computed, not stored, read by a thread.
 
-Position p of a run is example example_at(p): a new permutation of all examples each epoch, a pure function of (seed, p).
+Position p of a run is example example_at(p): a new permutation of all examples each epoch, a function of (seed, p).
 One integer, the examples consumed, is therefore the whole state of the loader, on any number of hosts and for any batch
 size. An example is a window of tokens (nano/shards.py) or an image with its label (nano/images.py).
 """
@@ -89,7 +89,7 @@ class Loader:
 
     rows: which rows of the global batch this host's devices need (None: all). A batch is to_device(*arrays), what
     `source.read` gives, of full size: torch_xla takes the global array from each host and sends only the shards of its
-    own devices. The other rows are never read and stay blank. Up to prefetch + 1 batches exist besides those handed out.
+    own devices. The other rows are never read and stay blank. Up to prefetch + 1 batches exist beside those handed out.
     What fails in the thread is raised by the next()s after the batches before it; where data do not come, next() ends
     the iteration as soon as `give_up()` is true. Close it, or use it in `with`."""
 
@@ -144,7 +144,7 @@ class Loader:
 
 
 def _produce(out, stop, source, global_batch, seed, position, rows, to_device):
-    ahead = -(-4096 // global_batch)  # batches whose order is computed at once: it costs 0.3 ms, were it for one example
+    ahead = -(-4096 // global_batch)  # batches whose order is computed at once: 0.3 ms, as for one example
     while not stop.is_set():
         try:
             order = example_at(position + np.arange(ahead * global_batch, dtype=np.int64), len(source), seed)

@@ -26,21 +26,23 @@ def png(image_HWC: np.ndarray) -> bytes:
             chunk(b'IEND', b''))
 
 
-def report(title: str, images_NHWC: np.ndarray, true_N: np.ndarray, predicted_N: np.ndarray, names: list[str],
-           confusion_KK: np.ndarray | None) -> str:
-    """A grid of images with what they show and, where that is wrong, what was predicted; beside it the confusion matrix:
-    rows are true classes, columns predicted ones, each row's shares as shades. None leaves it out."""
+def report(title: str, images_NHWC: np.ndarray, true_N: np.ndarray, predicted_N: np.ndarray, confidence_N: np.ndarray,
+           names: list[str], confusion_KK: np.ndarray | None) -> str:
+    """A grid of images with what they show and, in red, what they were taken for where that is wrong, each with the
+    model's confidence in its answer; beside it the confusion matrix: rows are true classes, columns predicted ones,
+    each row's shares as shades. None leaves it out."""
     size, text, columns = 64, 22, 8
     rows = -(-len(images_NHWC) // columns)
     parts = [f'<text x="8" y="20" font-size="14">{escape(title)}</text>']
-    for i, (image, true, predicted) in enumerate(zip(images_NHWC, true_N, predicted_N)):
+    for i, (image, true, predicted, sure) in enumerate(zip(images_NHWC, true_N, predicted_N, confidence_N)):
         x, y = 8 + (i % columns) * (size + 12), 32 + (i // columns) * (size + text + 8)
         data = base64.b64encode(png(image)).decode()
         parts.append(f'<image x="{x}" y="{y}" width="{size}" height="{size}" style="image-rendering:pixelated" '
                      f'href="data:image/png;base64,{data}"/>')
+        answer = f'{names[predicted][:10]} {sure:.0%}' if true != predicted else f'{sure:.0%}'
         parts.append(f'<text x="{x}" y="{y + size + 10}">{escape(names[true][:12])}</text>')
-        if true != predicted:
-            parts.append(f'<text x="{x}" y="{y + size + 20}" fill="#c00">{escape(names[predicted][:12])}</text>')
+        color = '#888' if true == predicted else '#c00'
+        parts.append(f'<text x="{x}" y="{y + size + 20}" fill="{color}">{escape(answer)}</text>')
     width, height = 8 + columns * (size + 12), 40 + rows * (size + text + 8)
     if confusion_KK is not None:
         K, left, top = len(names), width + 90, 110
@@ -60,7 +62,7 @@ def report(title: str, images_NHWC: np.ndarray, true_N: np.ndarray, predicted_N:
                              f'{escape(names[a][:14])}</text>')
                 parts.append(f'<text transform="translate({left + a * cell + cell // 2},{top - 6}) rotate(-60)">'
                              f'{escape(names[a][:14])}</text>')
-        parts.append(f'<text x="{left}" y="20">confusion: rows are true, columns predicted</text>')
+        parts.append(f'<text x="{left}" y="20">confusion: rows are true classes, columns predicted ones</text>')
         width, height = left + K * cell + 60, max(height, top + K * cell + 20)
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
             f'font-size="9"><rect width="100%" height="100%" fill="#fff"/>\n' + '\n'.join(parts) + '\n</svg>\n')

@@ -128,7 +128,8 @@ class Start:
         """Whether nothing is left to do; then it says so."""
         step, end = self.meta['step'], min(cfg.stop_at or cfg.steps, cfg.steps)
         if done := step >= end and not self.meta['owed']:
-            print(f'{cfg.out} is complete: step {step} of {end}. More: a larger --steps or --stop_at; anew: another --out')
+            print(f'{cfg.out} is complete: step {step} of {end}. More: a larger --steps or --stop_at; anew: another '
+                  f'--out')
         return done
 
     def load(self, weights: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> str:
@@ -155,8 +156,8 @@ def find(cfg: Any, data: dict[str, Any], shape: Sequence[str], may_differ: Seque
             began = meta['config'].get('init_from') or 'weights of its own'
             raise UserError(f'--init_from {cfg.init_from}: {cfg.out} holds a run already, which began from {began}: '
                             f'leave the option out to go on with it, or begin a new run in another --out')
-        _check_model(cfg, path, meta['config'], shape, advice='use its values (all are in config.json there), or begin a '
-                     'new run in another --out')
+        _check_model(cfg, path, meta['config'], shape, advice='use its values (all are in config.json there), or begin '
+                     'a new run in another --out')
         _check_tokenizer(cfg, path, meta['tokenizer'], tokenizer)
         _check_data(cfg, path, meta, data['data'])
         changes = ''.join(f', --{k} {v!r} (was {meta["config"][k]!r})' for k, v in asdict(cfg).items()
@@ -176,14 +177,16 @@ def find(cfg: Any, data: dict[str, Any], shape: Sequence[str], may_differ: Seque
     return start
 
 
-def options_of_source(chosen: dict[str, Any], shape: Sequence[str], foreign: Foreign) -> dict[str, Any]:
-    """For nano.config.parse: what makes the model comes with --init_from, and when such a run goes on from itself."""
+def options_of_source(chosen: dict[str, Any], shape: Sequence[str], foreign: Foreign,
+                      of_data: Sequence[str] = ()) -> dict[str, Any]:
+    """For nano.config.parse: what makes the model comes with --init_from, and when such a run goes on from itself; when
+    any run goes on, `of_data`, the options whose default is what the data have."""
     address = chosen['init_from']
     if chosen['export']:
         return {}
     if path := checkpoint.newest(Folder(chosen['out']).ckpt, say=lambda text: None):
         then = checkpoint.read_meta(path, META)['config']
-        return {k: then[k] for k in shape if k in then} if then.get('init_from') else {}
+        return {k: then[k] for k in (*(shape if then.get('init_from') else ()), *of_data) if k in then}
     if not address:
         return {}
     if foreign.is_folder(address):
@@ -199,6 +202,8 @@ def source(address: str, option: str = '--init_from') -> str:
     address = address.rstrip('/') if '://' in address else os.path.abspath(address)
     if checkpoint.is_one(address):
         return address
+    if os.path.isfile(address):
+        raise UserError(f'{option} {address}: is a file, and a run, a checkpoint or a model is a folder')
     if path := checkpoint.newest(f'{address}/ckpt') or checkpoint.newest(address):
         return path
     raise UserError(f'{option} {address}: neither a run nor a checkpoint' +

@@ -193,8 +193,8 @@ class Run:
         loss, norm, ok = metrics.cpu().tolist()
         self._bad_in_row = 0 if ok else self._bad_in_row + 1
         if not ok:
-            self.say(f'step {step}: loss {loss}, gradient norm {norm}: this update was left out ({self._bad_in_row} in a '
-                     f'row)')
+            self.say(f'step {step}: loss {loss}, gradient norm {norm}: this update was left out '
+                     f'({self._bad_in_row} in a row)')
         rate = self.meter.rate(step) if step > self.start_step + 1 else math.nan  # that one compiled
         self.track.progress(step, loss, rate * self.units)
         if logs := step % cfg.log_every == 0 or step in (self.start_step + 1, cfg.steps):

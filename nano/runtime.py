@@ -32,8 +32,8 @@ DOWNCASTS = ('XLA_USE_BF16', 'XLA_DOWNCAST_BF16', 'XLA_USE_FP16', 'XLA_DOWNCAST_
 # Flags of the TPU compiler, for training and for a plan alike; those in LIBTPU_INIT_ARGS win.
 TPU_FLAGS = {
     # Matmuls of sharded weights are not cut into a ring of small ones, each sending a part to its neighbor: gathering a
-    # weight while the matmul before it runs is faster (1B parameters on v5e-16, fsdp: 0.59 s a step predicted, for 0.81;
-    # not looked at with tensor parallelism).
+    # weight while the matmul before it runs is faster (1B parameters on v5e-16, fsdp: 0.59 s a step predicted, not
+    # 0.81; not looked at with tensor parallelism).
     'xla_jf_spmd_threshold_for_windowed_einsum_mib': '100000',
 }
 
@@ -127,7 +127,7 @@ def start(device: str, timeout_s: float = 600,
                         f"change the option")
     os.environ['PJRT_DEVICE'] = device.upper()
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
-    os.environ['JAX_PLATFORMS'] = 'cpu'  # jax only writes programs here: the TPU is torch_xla's, and one process holds it
+    os.environ['JAX_PLATFORMS'] = 'cpu'  # jax only writes programs here: the TPU is torch_xla's, one process holds it
     if device == 'cpu':
         os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
     else:
@@ -198,8 +198,10 @@ def mesh_shape(sizes: str, n_devices: int) -> tuple[int, ...]:
     if -1 in shape and n_devices % known == 0:
         shape[shape.index(-1)] = n_devices // known
     if np.prod(shape) != n_devices:
-        hint = ' (CPU_NUM_DEVICES=8 in the environment makes 8 of a CPU)' if os.environ.get('PJRT_DEVICE') == 'CPU' else ''
-        raise UserError(f'--mesh {sizes} does not fill the {n_devices} devices: the sizes must multiply to {n_devices}{hint}')
+        cpu = os.environ.get('PJRT_DEVICE') == 'CPU'
+        hint = ' (CPU_NUM_DEVICES=8 in the environment makes 8 of a CPU)' if cpu else ''
+        raise UserError(f'--mesh {sizes} does not fill the {n_devices} devices: the sizes must multiply to '
+                        f'{n_devices}{hint}')
     return tuple(shape)
 
 
@@ -262,7 +264,8 @@ def check_sharding(weights: dict, table: dict[str, tuple], mesh, say: Callable[[
         raise UserError(f'sharding table: weights without a line {missing[0]}, lines without a weight {missing[1]}')
     size = dict(zip(AXES, mesh.mesh_shape))
     total = replicated = 0
-    say(f'{"weight":<16} {"shape":<22} {"mesh axes":<32} MB/device')
+    wide = max(map(len, weights))
+    say(f'{"weight":<{wide}} {"shape":<22} {"mesh axes":<32} MB/device')
     for name, w in weights.items():
         spec = table[name]
         have = torch_xla._XLAC._get_xla_sharding_spec(w)
@@ -275,7 +278,7 @@ def check_sharding(weights: dict, table: dict[str, tuple], mesh, say: Callable[[
         if np.prod(ways) == 1:
             replicated += n_bytes
         local = w.element_size() * np.prod([-(-n // k) for n, k in zip(w.shape, ways)])
-        say(f'{name:<16} {str(tuple(w.shape)):<22} {str(spec):<32} {local / 1e6:9.2f}')
+        say(f'{name:<{wide}} {str(tuple(w.shape)):<22} {str(spec):<32} {local / 1e6:9.2f}')
     if size['fsdp'] * size['tensor'] > 1 and replicated > replicated_share * total:
         raise UserError(f'{replicated / total:.0%} of the weights\' bytes are on every device in full: give the large '
                         f'ones of the table above mesh axes; for a model as small as this one take --mesh -1,1,1')
@@ -286,8 +289,8 @@ class StopSignal:
 
     A thread answers at once, also while Python's own handlers cannot run: during a compile they came 71 s late. Where
     there is `nothing_to_save` it ends the process then and there, elsewhere at a second signal, or if the process has
-    not ended `grace_s` seconds after the first. A terminal that closes (SIGHUP) asks too, but is nobody's second signal:
-    a machine that shuts down sends it with SIGTERM. Exit code: 128 + the signal's number. Use it in `with`, in the
+    not ended `grace_s` seconds after the first. A terminal that closes (SIGHUP) asks too, but is no second signal: a
+    machine that shuts down sends it with SIGTERM. Exit code: 128 + the signal's number. Use it in `with`, in the
     main thread."""
 
     def __init__(self, grace_s: float = 600):  # a large checkpoint takes minutes
@@ -306,7 +309,7 @@ class StopSignal:
             try:
                 work.wait()
             except RuntimeError as e:
-                raise UserError(f'another host has ended or cannot be reached, see what it says: then start all of them '
+                raise UserError(f'another host has ended or cannot be reached, see what it says; then start all of '
                                 f'again ({str(e).splitlines()[0]})') from e
             self._agreed = self._agreed or int(flag)
         flag = torch.tensor([self.signum])

@@ -227,8 +227,8 @@ def read_manifest(folder: str, script: str, or_else: str = '') -> Any:
         with open(path, encoding='utf-8') as f:
             return json.load(f)
     except FileNotFoundError as e:
-        raise DataError(f'{folder}: has no manifest.json, so its data is not complete: run {script} again'
-                        f'{or_else}') from e
+        raise DataError(f'{folder}: has no manifest.json, so its data is not complete: run {script} again, or with '
+                        f'this folder as its source, to make shards of what lies there{or_else}') from e
     except (OSError, ValueError, RecursionError) as e:
         raise DataError(f'{path}: is not readable JSON ({e}): prepare the data again') from e
 

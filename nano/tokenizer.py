@@ -122,7 +122,8 @@ def write_huggingface(tokenizer_path: str, folder: str) -> str:
             json.dump(told, f, ensure_ascii=False, indent=1)
     with open(os.path.join(folder, 'tokenizer_config.json'), 'w', encoding='utf-8') as f:
         json.dump({'tokenizer_class': 'PreTrainedTokenizerFast', 'add_bos_token': False, 'add_eos_token': False,
-                   'clean_up_tokenization_spaces': False, 'source_sha256': file_sha256(tokenizer_path), **{f'{k}_token': v for k, v in names.items()}}, f, indent=1)
+                   'clean_up_tokenization_spaces': False, 'source_sha256': file_sha256(tokenizer_path),
+                   **{f'{k}_token': v for k, v in names.items()}}, f, indent=1)
     return ''
 
 

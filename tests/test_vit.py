@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import train_vit
-from nano import UserError, hf_vit, images, picture, runtime
+from nano import UserError, augment, hf_vit, images, picture, runtime
 from test_gpt import close, whole
 from test_runs import stored
 
@@ -68,11 +68,34 @@ def test_logits_are_timms_there_and_back(tmp_path, seed, pool, positions):
     x_BCHW = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
     mine = train_vit.ViT(cfg)(weights, x_BCHW)
     table = train_vit.position_table(cfg, weights.get('pos_TD'), 4, torch.device('cpu'))
-    hf_vit.write(str(tmp_path / 'x'), asdict(cfg), weights | dict(pos_TD=table), 16, torch.float32)
+    hf_vit.write(str(tmp_path / 'x'), asdict(cfg), weights | dict(pos_TD=table), torch.float32)
     close(mine, timm_model(tmp_path / 'x')(x_BCHW), 'logits', 1e-5)
     found, back = hf_vit.read(tmp_path / 'x')
     assert found == {k: getattr(cfg, k) for k in found} | dict(positions='learned')
     assert torch.equal(train_vit.ViT(replace(cfg, **found))(back, x_BCHW), mine)
+
+
+@pytest.mark.parametrize('height,width,stored_size', [(40, 64, 20), (48, 32, 16)])
+def test_timms_transform_sees_what_the_evaluation_saw(tmp_path, monkeypatch, seed, height, width, stored_size):
+    """Of a picture: cut as much and normalized alike, from what an export says."""
+    import timm
+    from PIL import Image
+    monkeypatch.syspath_prepend(Path(train_vit.__file__).parent / 'data')
+    import pictures
+    rng = np.random.default_rng(seed)
+    image = Image.fromarray(rng.integers(256, size=(height, width, 3), dtype=np.uint8))
+    image.save(tmp_path / 'x.png')
+    cfg = replace(SMALL, stored_size=stored_size)
+    weights = make_weights(cfg, seed)
+    table = train_vit.position_table(cfg, None, 4, torch.device('cpu'))
+    hf_vit.write(str(tmp_path / 'x'), asdict(cfg), weights | dict(pos_TD=table), torch.float32)
+    how = timm.data.resolve_model_data_config(timm_model(tmp_path / 'x'))
+    theirs_CHW = timm.data.create_transform(**how)(image)
+    stored_HWC = pictures.decode((tmp_path / 'x.png').read_bytes(), stored_size, False)
+    x_BCHW = train_vit.middle(torch.from_numpy(stored_HWC.copy()).permute(2, 0, 1)[None], (16, 16))
+    mine_CHW = augment.normalize(x_BCHW, *train_vit.pixel_scale(cfg))[0]
+    assert mine_CHW.shape == theirs_CHW.shape
+    assert (mine_CHW - theirs_CHW).abs().max() <= 2 / 255 / 0.2 + 1e-5  # two grey levels: of rounding in between
 
 
 @torch.no_grad()
@@ -94,7 +117,7 @@ def test_logits_are_transformers(tmp_path, seed):
 def test_other_models_are_refused_by_name(tmp_path):
     from safetensors.torch import load_file, save_file
     cfg = replace(SMALL, positions='learned')
-    hf_vit.write(str(tmp_path / 'x'), asdict(cfg), make_weights(cfg, 0), 16, torch.float32)
+    hf_vit.write(str(tmp_path / 'x'), asdict(cfg), make_weights(cfg, 0), torch.float32)
     tensors = load_file(tmp_path / 'x' / 'model.safetensors')
     for change, says in (({'blocks.0.attn.q_norm.weight': torch.ones(16)}, 'q_norm.weight, for which'),
                          ({'blocks.1.mlp.fc1.bias': None}, 'no blocks.1.mlp.fc1.bias'), ({'pos_embed': None}, 'pos_embed')):
@@ -338,14 +361,15 @@ def test_pictures(tmp_path):
     true, predicted = rng.integers(3, size=(2, 11))
     confusion = np.zeros((3, 3), int)
     np.add.at(confusion, (true, predicted), 1)
-    svg = picture.report('50% <top>', pictures, true, predicted, ['a&b', '<c>', 'd\x01\ud800'], confusion)
+    sure = rng.uniform(size=11)
+    svg = picture.report('50% <top>', pictures, true, predicted, sure, ['a&b', '<c>', 'd\x01\ud800'], confusion)
     root = xml.fromstring(svg)
     shown = [e for e in root if e.tag.endswith('image')]
     assert len(shown) == 11
     for e, image in zip(shown, pictures):
         assert (np.asarray(Image.open(io.BytesIO(base64.b64decode(e.attrib['href'].split(',')[1])))) == image).all()
     wrong = [e.text for e in root if e.attrib.get('fill') == '#c00']
-    assert wrong == [['a&b', '<c>', 'd??'][p] for t, p in zip(true, predicted) if t != p]
+    assert wrong == [f'{["a&b", "<c>", "d??"][p]} {s:.0%}' for t, p, s in zip(true, predicted, sure) if t != p]
 
 
 # ---- Whole runs ----
@@ -358,7 +382,7 @@ def image_set(tmp_path_factory):
     return folder
 
 
-def write_images(folder, train, val):
+def write_images(folder, train, val, brightness=0):
     """Grey images of 16 x 16 pixels: a bright bar whose place is the class. `train` is how many are in each shard."""
     rng = np.random.default_rng(0)
     shards, sums = [], []
@@ -366,7 +390,7 @@ def write_images(folder, train, val):
     def pictures(n):
         for i in range(n):
             label = int(rng.integers(K))
-            image = rng.integers(0, 90, size=(16, 16, 1))
+            image = brightness + rng.integers(0, 90, size=(16, 16, 1))
             image[2 * label:2 * label + 2] += 120
             sums.append(image.mean() / 255)
             yield image.astype(np.uint8), label
@@ -479,12 +503,27 @@ def test_export_and_start_from_it(whole_run, image_set, tmp_path, seed):
     assert stored(tmp_path / 'b', 1)['head_DK'].shape == (32, 9)
 
 
+def test_other_data_and_another_size_when_a_run_goes_on(whole_run, tmp_path):
+    """What the model has of its first data stays: else other pixels would be a reason to refuse."""
+    shutil.copytree(whole_run[0], tmp_path / 'run')
+    write_images(tmp_path / 'other', train=(40,), val=16, brightness=60)
+    before = json.loads((tmp_path / 'run' / 'config.json').read_text())
+    code, _, stderr = run(tmp_path / 'run', tmp_path / 'other', '--steps', 13)
+    assert code == 2 and 'other data' in stderr and '--mean' not in stderr
+    code, stdout, stderr = run(tmp_path / 'run', tmp_path / 'other', '--steps', 13, '--reset_data', '--image_size', 8)
+    assert code == 0 and 'goes on from' in stdout and '--image_size 8 (was 16)' in stdout, stderr
+    after = json.loads((tmp_path / 'run' / 'config.json').read_text())
+    assert all(after[k] == before[k] for k in train_vit.SHAPE) and after['image_size'] == 8
+    code, _, stderr = run(tmp_path / 'run', tmp_path / 'other', '--steps', 14, '--width', 64)
+    assert code == 2 and '--width 32, not 64' in stderr
+
+
 @pytest.mark.parametrize('options,says', [
-    (['--patch', '5', '--image_size', '16'], '--patch 5'), (['--heads', '3'], '--heads 3'), (['--classes', '3'], '--classes 3'),
+    (['--patch', '5', '--image_size', '16'], '--patch 5'), (['--heads', '3'], '--heads 3'), (['--classes', '3'], '3 classes'),
     (['--randaugment', 'x'], '--randaugment x'), (['--mean', '1,2', '--std', '1,1'], '--mean 1,2'),
     (['--crop', 'centre'], 'resized, shift, none'), (['--global_batch', '12'], 'multiple of 8'),
     (['--global_batch', '8'], '--mixup 0.2: it mixes'),
-    (['--channels', '3'], '--channels 3'), (['--image_size', '32', '--crop', 'shift'], '16 x 16'),
+    (['--channels', '3'], '3 channels'), (['--image_size', '32', '--crop', 'shift'], '16 x 16'),
     (['--data', 'nowhere'], 'data/images.py'), (['--image_size', '20', '--crop', 'resized'], 'store larger ones'),
     (['--std', 'nan'], '--std nan'), (['--mean', '1e39'], '--mean 1e39'), (['--weight_decay', '1e30'], '--weight_decay')])
 def test_refusals(image_set, tmp_path, options, says):
