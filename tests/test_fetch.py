@@ -1,10 +1,11 @@
-"""nano/fetch.py: shards of an object store, played by fsspec's memory, are copied to this machine's disk."""
+"""launch/fetch.py: shards of an object store, played by fsspec's memory, are copied to this machine's disk."""
 import json
 
 import fsspec
 import pytest
 
-from nano import UserError, fetch, shards
+from launch import fetch
+from nano import UserError, shards
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""nano/slice.sh against a stand-in for gcloud (fake_gcloud.py), whose workers are folders of this machine."""
+"""launch/slice.sh against a stand-in for gcloud (fake_gcloud.py), whose workers are folders of this machine."""
 import glob
 import json
 import os
@@ -26,7 +26,8 @@ class Laptop:
         (self.cloud / 'faults').mkdir(parents=True)
         (self.cloud / 'size').write_text(str(n))
         (self.checkout / 'nano').mkdir(parents=True)
-        for name in ('launch.sh', 'nano/slice.sh', 'nano/hosts.py', 'nano/__init__.py'):
+        (self.checkout / 'launch').mkdir()
+        for name in ('launch.sh', 'launch/slice.sh', 'launch/host.py', 'nano/__init__.py'):
             shutil.copy(ROOT / name, self.checkout / name)
         (self.checkout / 'requirements.txt').write_text('pytest==1\n')
         (self.checkout / 'train_toy.py').write_text("if __name__ == '__main__':\n    pass\n")
@@ -270,4 +271,4 @@ def test_delete(laptop):
 
 
 def test_shellcheck():
-    subprocess.run([Path(sys.executable).parent / 'shellcheck', ROOT / 'nano' / 'slice.sh'], check=True)
+    subprocess.run([Path(sys.executable).parent / 'shellcheck', ROOT / 'launch' / 'slice.sh'], check=True)

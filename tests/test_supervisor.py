@@ -1,4 +1,4 @@
-"""nano/hosts.py: the hosts of a slice, played by processes of this machine, each with its own HOME."""
+"""launch/host.py: the hosts of a slice, played by processes of this machine, each with its own HOME."""
 import http.server
 import json
 import os
@@ -33,9 +33,8 @@ class Pod:
         self.tmp, self.n, self.procs = tmp, n, {}
         for i in range(n):
             checkout = self.home(i) / 'checkout'
-            (checkout / 'nano').mkdir(parents=True)
-            for name in ('__init__', 'hosts'):
-                (checkout / 'nano' / f'{name}.py').write_bytes((ROOT / 'nano' / f'{name}.py').read_bytes())
+            (checkout / 'launch').mkdir(parents=True)
+            (checkout / 'launch' / 'host.py').write_bytes((ROOT / 'launch' / 'host.py').read_bytes())
             (checkout / 'launch.sh').touch()
             (checkout / 'requirements.txt').write_text('pytest==1\n')
             (checkout / 'train_toy.py').write_text(SCRIPT)
@@ -49,7 +48,7 @@ class Pod:
                'TPU_WORKER_HOSTNAMES': ','.join(['localhost'] * self.n), 'NANO_JOIN_S': '20', 'NANO_GRACE_S': '3',
                'NANO_TPU_LOCK': str(home / 'lock'), 'NANO_TPU_DEVICES': str(home / 'accel*'), 'DO': do,
                'PYTHONPATH': str(home / 'checkout'), **env}
-        command = [sys.executable, 'checkout/nano/hosts.py', 'run', 'checkout/train_toy.py', *args]
+        command = [sys.executable, 'checkout/launch/host.py', 'run', 'checkout/train_toy.py', *args]
         self.procs[i] = subprocess.Popen(command,
                                          env=env, cwd=home, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         return self.procs[i]
@@ -58,7 +57,7 @@ class Pod:
         home = self.home(i)
         env = {'PATH': os.environ['PATH'], 'HOME': str(home), 'NANO_TPU_LOCK': str(home / 'lock'),
                'NANO_TPU_DEVICES': str(home / 'accel*')}
-        with open(ROOT / 'nano' / 'hosts.py') as program:  # as slice.sh sends it
+        with open(ROOT / 'launch' / 'host.py') as program:  # as slice.sh sends it
             return subprocess.run([sys.executable, '-', *args], stdin=program, env=env, cwd=home, text=True,
                                   capture_output=True, timeout=30).stdout
 
@@ -280,7 +279,7 @@ def test_the_metadata_server_says_which_worker_this_is(pod, monkeypatch):
         def log_message(self, *_):
             pass
 
-    from nano import hosts
+    from launch import host as hosts
     server = http.server.HTTPServer(('localhost', 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv('GCE_METADATA_HOST', f'localhost:{server.server_port}')

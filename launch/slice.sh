@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The laptop's side of a TPU slice; launch.sh hands over to it. Only bash and gcloud; nano/hosts.py is the other side.
+# The laptop's side of a TPU slice; launch.sh hands over to it. Only bash and gcloud; launch/host.py is the other side.
 #
 #   bash launch.sh --create v5e-64 [--spot]              asks for a slice as a queued resource, and waits
 #   TPU=NAME ZONE=... bash launch.sh SCRIPT ARGS...      runs a script on all workers and follows it; Ctrl-C detaches
@@ -72,7 +72,7 @@ all() { # all FUNCTION COMMAND: confirmed, on all workers at once; sets bad to t
   done
   [ ${#bad[@]} -eq 0 ]
 }
-hosts() { cat "$root/nano/hosts.py"; } # is itself what the worker's Python reads
+hosts() { cat "$root/launch/host.py"; } # is itself what the worker's Python reads
 
 look() { # sets n and state ('' if gcloud does not tell); fails if the slice is not usable
   local found
@@ -173,7 +173,7 @@ main() {
 main; exit
 REMOTE
 }
-name_run() { # as nano/hosts.py's name_of
+name_run() { # as launch/host.py's name_of
   local i out=''
   for ((i = 1; i <= $#; i++)); do
     case ${!i} in --out=*) out=${!i#--out=} ;; --out) i=$((i + 1)) && out=${!i-} ;; esac

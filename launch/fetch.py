@@ -1,6 +1,6 @@
 """--data gs://BUCKET/FOLDER: shards cannot be memory-mapped in a bucket, so each host copies them to its own disk.
 
-    python -m nano.fetch ADDRESS     what nano/hosts.py does on each host before the script starts
+    python -m launch.fetch ADDRESS     what launch/host.py does on each host before the script starts
 
 In parallel, and resumable: a file has another name until its sha256 is the manifest's, and what is there is not fetched
 again. The manifest comes last, as its presence means complete. NANO_DATA is the folder for all of them.

@@ -1,8 +1,8 @@
 """One run on all hosts of a slice. They agree on code, versions and data before anything starts; the first to fail is
 named and ends the others. Only the standard library, in one file, so that it can be sent to a worker through stdin:
 
-    python nano/hosts.py run SCRIPT ARGS...                     what launch.sh does on a worker
-    python3 - status|stop|follow|log [NAME ...] <nano/hosts.py  what slice.sh asks of a worker, see `main`
+    python launch/host.py run SCRIPT ARGS...                     what launch.sh does on a worker
+    python3 - status|stop|follow|log [NAME ...] <launch/host.py  what slice.sh asks of a worker, see `main`
 
 `run` supervises: the script is its child, in a process group of its own. Worker 0 listens; the others tell it who they
 are, wait for its word, and say how their script ended, as JSON lines over TCP, in the slice's own network. Nothing is
@@ -148,7 +148,7 @@ def revision(checkout):
                              capture_output=True, text=True) if (checkout / '.git').exists() else None
         name = git.stdout.strip() if git and git.returncode == 0 else 'unnamed'
     code, digest = [], hashlib.sha256()
-    for folder in ('', 'nano', 'nano/plan', 'data'):
+    for folder in ('', 'nano', 'nano/plan', 'data', 'launch'):
         code += [p for p in (checkout / folder).glob('*') if p.suffix in ('.py', '.sh', '.txt')]
     for path in sorted(code):
         digest.update(f'{path.relative_to(checkout)}\0'.encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -306,7 +306,7 @@ class Host:
             kill_group(pgid, signal.SIGKILL)
             code = code if code >= 0 else 128 - code
             if self.phase == 'fetching' and code == 0:
-                from nano import fetch
+                from launch import fetch
                 return self.report('ready', data=fingerprint(fetch.folder_of(data_of(self.args))))
             self.note(phase='ended', script_code=code)
             self.report('ended', code=code, phase=self.phase, tail=tail_of(self.folder / 'log.txt') if code else '')
@@ -386,7 +386,7 @@ class Host:
     def obey(self, message):
         kind = message['kind']
         if kind == 'prepare' and '://' in (data_of(self.args) or ''):
-            self.spawn('fetching', [sys.executable, '-m', 'nano.fetch', data_of(self.args)])
+            self.spawn('fetching', [sys.executable, '-m', 'launch.fetch', data_of(self.args)])
         elif kind == 'prepare':
             self.report('ready', data=fingerprint(data_of(self.args)))
         elif kind == 'start':
