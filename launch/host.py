@@ -1,20 +1,15 @@
-"""One run on all hosts of a slice. They agree on code, versions and data before anything starts; the first to fail is
-named and ends the others. Only the standard library, in one file, so that it can be sent to a worker through stdin:
+"""This host's part of a run on all hosts of a slice. They agree on code, versions and data before anything starts; the
+first to fail is named and ends the others.
 
-    python launch/host.py run SCRIPT ARGS...                     what launch.sh does on a worker
-    python3 - status|stop|follow|log [NAME ...] <launch/host.py  what slice.sh asks of a worker, see `main`
+    python -P -m launch.host SCRIPT ARGS...     what launch.sh does on a worker
 
-`run` supervises: the script is its child, in a process group of its own. Worker 0 listens; the others tell it who they
+It supervises: the script is its child, in a process group of its own. Worker 0 listens; the others tell it who they
 are, wait for its word, and say how their script ended, as JSON lines over TCP, in the slice's own network. Nothing is
 left behind: the supervisor ends with its script, and the script with its supervisor.
-
-A run's folder, ~/nano/runs/NAME/ID, is outside of the checkout: run.json (who, what, process ids, exit code), log.txt.
 """
 import contextlib
 import ctypes
 import fcntl
-import glob
-import hashlib
 import json
 import os
 import re
@@ -24,186 +19,19 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 import zlib
 from pathlib import Path
 
+from launch import facts, runs
+from launch.runs import GRACE_S, LOST, STOP_S, kill_group, ticks
+
 JOIN_S = float(os.environ.get('NANO_JOIN_S', 600))  # all must have come by then
 SILENCE_S = float(os.environ.get('NANO_SILENCE_S', 30))  # a host that says nothing for so long is lost
-GRACE_S = float(os.environ.get('NANO_GRACE_S', 20))  # from SIGTERM to SIGKILL when another host has failed
-STOP_S = float(os.environ.get('NANO_STOP_S', 660))  # the same when a user stops it: a checkpoint takes minutes
-LOST = 75  # exit code of a run that lost a host; EX_TEMPFAIL: trying again can help
+REPEAT_S = 600  # so long after a run whose end nobody heard, the same command is a repeat of gcloud's
 STOPPED = (129, 130, 143)  # a script that was asked to end, and did
-LOCK = os.environ.get('NANO_TPU_LOCK', '/tmp/libtpu_lockfile')  # libtpu leaves it when it is killed (jax-ml/jax#10192)
-DEVICES = os.environ.get('NANO_TPU_DEVICES', '/dev/accel*:/dev/vfio/[0-9]*').split(':')
 CAUSES = ('they were not started (start the same command on all workers), are still setting up, were preempted, or '
           'a firewall is between them')
 
-
-def runs():
-    return Path.home() / 'nano' / 'runs'
-
-
-# ---- Processes, the device, the log ----
-
-def ticks(pid):
-    """When process `pid` started, in ticks since the boot; None without one. It makes a pid unique."""
-    try:
-        fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
-        return None if fields[0] in 'ZX' else int(fields[19])
-    except (OSError, IndexError):
-        return None
-
-
-def command_of(pid):
-    with contextlib.suppress(OSError):
-        return Path(f'/proc/{pid}/cmdline').read_bytes().replace(b'\0', b' ').decode(errors='replace').strip()[:120]
-    return '?'
-
-
-def kill_group(pgid, signum):
-    """Returns whether the group has members (zombies aside)."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pgid, signum)
-    for stat in glob.glob('/proc/[0-9]*/stat'):
-        with contextlib.suppress(OSError):
-            fields = Path(stat).read_text().rpartition(')')[2].split()
-            if int(fields[2]) == pgid and fields[0] not in 'ZX':
-                return True
-    return False
-
-
-def holders():
-    """[(pid, command)] of the processes that have a TPU or its lock open; of those that this user may see."""
-    names, found = {LOCK, *(name for pattern in DEVICES for name in glob.glob(pattern))}, {}
-    for link in glob.glob('/proc/[0-9]*/fd/*'):
-        with contextlib.suppress(OSError):
-            if os.readlink(link) in names:
-                found[pid] = command_of(pid := int(link.split('/')[2]))
-    return sorted(found.items())
-
-
-def device():
-    """A phrase: who has the TPU."""
-    if found := holders():
-        return 'TPU in use by ' + ', '.join(f'pid {pid} ({command})' for pid, command in found)
-    if os.path.exists(LOCK):
-        return f'TPU free, stale lock {LOCK}'
-    return f'TPU free ({chips()} chips)' if chips() else 'no TPU'
-
-
-def chips():
-    return sum(len(glob.glob(pattern)) for pattern in DEVICES)
-
-
-def tail_of(log, lines=20):
-    """The last traceback of a log, if there is one near its end, and its last lines."""
-    try:
-        with open(log, 'rb') as f:
-            f.seek(max(0, os.fstat(f.fileno()).st_size - 65536))
-            text = f.read().decode(errors='replace').splitlines()
-    except OSError:
-        return ''
-    starts = [i for i, line in enumerate(text) if line.startswith('Traceback (most recent call last)')]
-    first = min(starts[-1], len(text) - lines) if starts else len(text) - lines
-    return '\n'.join(text[max(0, first, len(text) - 100):])
-
-
-# ---- What the hosts must have in common ----
-
-def place():
-    """(index, addresses) of this host among those of its slice; (0, ['localhost']) where there is no slice.
-
-    The variables are those that torch_xla reads, and where they are not set, the attributes of the metadata server."""
-    names = os.environ.get('TPU_WORKER_HOSTNAMES', '').split(',')
-    index = os.environ.get('CLOUD_TPU_TASK_ID', os.environ.get('TPU_WORKER_ID'))
-    if len(names) > 1 and index:
-        return int(index), names
-    if not chips():
-        return 0, ['localhost']
-    try:
-        # 'hostname:uid:ip,...', each; the number is that of this worker
-        names = [entry.split(':')[2] for entry in metadata('worker-network-endpoints').split(',')]
-        return int(metadata('agent-worker-number')), names
-    except (OSError, IndexError, ValueError) as e:
-        print(f'hosts: the metadata server does not say which worker this is ({e}), so it is taken for the only one; '
-              'else set TPU_WORKER_ID and TPU_WORKER_HOSTNAMES', flush=True)
-        return 0, ['localhost']
-
-
-def metadata(name):
-    server = os.environ.get('GCE_METADATA_HOST', 'metadata.google.internal')
-    request = urllib.request.Request(f'http://{server}/computeMetadata/v1/instance/attributes/{name}',
-                                     headers={'Metadata-Flavor': 'Google'})
-    with urllib.request.urlopen(request, timeout=5) as answer:
-        return answer.read().decode()
-
-
-def revision(checkout):
-    """What git calls the checkout, or what slice.sh noted of it, and a hash of the code that is really there."""
-    try:
-        name = (checkout / '.revision').read_text().strip()
-    except OSError:
-        git = subprocess.run(['git', '-C', checkout, 'describe', '--always', '--dirty'], stdin=subprocess.DEVNULL,
-                             capture_output=True, text=True) if (checkout / '.git').exists() else None
-        name = git.stdout.strip() if git and git.returncode == 0 else 'unnamed'
-    code, digest = [], hashlib.sha256()
-    for folder in ('', 'nano', 'nano/plan', 'data', 'launch'):
-        code += [p for p in (checkout / folder).glob('*') if p.suffix in ('.py', '.sh', '.txt')]
-    for path in sorted(code):
-        digest.update(f'{path.relative_to(checkout)}\0'.encode() + hashlib.sha256(path.read_bytes()).digest())
-    return f'{name}, code {digest.hexdigest()[:12]}'
-
-
-def versions(checkout):
-    """{package of requirements.txt: version}, and Python's."""
-    from importlib import metadata as packages
-    found = {'Python': sys.version.split()[0]}
-    with contextlib.suppress(OSError):
-        for name in re.findall(r'^([A-Za-z0-9_.-]+)==', (checkout / 'requirements.txt').read_text(), re.M):
-            with contextlib.suppress(packages.PackageNotFoundError):
-                found[name] = packages.version(name)
-    return found
-
-
-def data_of(args):
-    """The value of --data, or None."""
-    for i, arg in enumerate(args):
-        if arg == '--data' and i + 1 < len(args):
-            return args[i + 1]
-        if arg.startswith('--data='):
-            return arg[7:]
-    return None
-
-
-def fingerprint(data):
-    """Of the manifest of a folder of shards: what it says but where the data came from. None without one."""
-    try:
-        manifest = json.loads((Path(data).expanduser() / 'manifest.json').read_text())
-    except (OSError, ValueError, TypeError):
-        return None
-    manifest.pop('source', None)
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def differences(facts, key):
-    """'' if all hosts say the same of `key`; else who says what, the rarest first. facts: {index: {key: value}}."""
-    groups = {}
-    for index in sorted(facts):
-        groups.setdefault(json.dumps(facts[index].get(key), sort_keys=True), []).append(index)
-    if len(groups) == 1:
-        return ''
-    parts, values = [], {text: json.loads(text) for text in groups}
-    for text, members in sorted(groups.items(), key=lambda g: len(g[1])):
-        value = values[text]
-        if isinstance(value, dict):  # only what differs
-            value = ', '.join(f'{k} {value.get(k, "missing")}' for k in sorted(set().union(*values.values()))
-                              if len({v.get(k) for v in values.values()}) > 1)
-        parts.append(f'worker {", ".join(map(str, members))}: {value}')
-    return '; '.join(parts)
-
-
-# ---- The supervisor ----
 
 class Link:
     """JSON lines to and from another host."""
@@ -236,53 +64,72 @@ class Host:
         self.script, self.args, self.checkout = os.path.abspath(script), args, Path(script).resolve().parent
         while not (self.checkout / 'launch.sh').exists() and self.checkout != self.checkout.parent:
             self.checkout = self.checkout.parent
-        self.index, self.hosts = place()
-        self.name, self.id = name_of(script, args), os.environ.get('NANO_ID', '')
-        self.detached = bool(self.id)
-        self.folder = runs() / self.name / (self.id or time.strftime('%Y%m%d-%H%M%S-') + str(os.getpid()))
+        self.index, self.hosts = facts.place()
+        self.name = facts.name_of(script, args)
+        self.id = re.sub(r'[^A-Za-z0-9._-]', '_', os.environ.get('NANO_ID', '')).lstrip('.-')
+        self.detached = 'NANO_DETACHED' in os.environ  # slice.sh: the log is followed by another command
+        self.folder = runs.home() / self.name / (self.id or time.strftime('%Y%m%d-%H%M%S-') + str(os.getpid()))
         self.port = int(os.environ.get('NANO_PORT', 20000 + zlib.crc32(self.name.encode()) % 10000))
         self.record = dict(name=self.name, id=self.folder.name, index=self.index, count=len(self.hosts),
                            command=[os.path.relpath(self.script, self.checkout), *args], cwd=os.getcwd(),
-                           pid=os.getpid(), ticks=ticks(os.getpid()), started=time.time())
+                           pid=os.getpid(), ticks=ticks(os.getpid()), boot=runs.boot(), started=time.time())
+        self.data = facts.option(args, 'data') or None
         self.links, self.facts, self.codes = {}, {}, {}  # by index; of worker 0
         self.link = self.child = None
         self.phase, self.verdict = 'joining', None  # exit code, once it is known
         self.asked, self.stopping, self.kill_at, self.first = 0, False, None, 0
-        self.shown, self.beat_at = 0, 0.0
+        self.shown, self.beat_at, self.unheard = 0, 0.0, False
 
-    # -- what it says --
+    # -- what it says: a full disk ends no run --
 
     def say(self, text):
-        with open(self.folder / 'log.txt', 'a', encoding='utf-8') as f:
+        with contextlib.suppress(OSError), open(self.folder / 'log.txt', 'a', encoding='utf-8') as f:
             f.write(''.join(f'hosts: {line}\n' for line in text.splitlines()))
 
     def note(self, **values):
         self.record.update(values)
         temp = self.folder / 'run.json.new'
-        temp.write_text(json.dumps(self.record, indent=1))
-        os.replace(temp, self.folder / 'run.json')
+        with contextlib.suppress(OSError):
+            temp.write_text(json.dumps(self.record, indent=1))
+            os.replace(temp, self.folder / 'run.json')
 
     def show(self):
-        """In the foreground the log is copied to stdout, until nobody is there to read it (a lost ssh session)."""
-        if not self.detached:
-            with contextlib.suppress(OSError), open(self.folder / 'log.txt', 'rb') as f:
-                f.seek(self.shown)
-                text = f.read()
-                self.shown += len(text)
+        """In the foreground the log is copied to stdout, until nobody is there to read it (a lost ssh session). It does
+        not wait for a reader: worker 0 would take this host for lost. Returns whether there is more to show."""
+        if self.detached:
+            return False
+        with contextlib.suppress(OSError), open(self.folder / 'log.txt', 'rb') as f:
+            f.seek(self.shown)
+            for _ in range(100):
+                if not (text := f.read(select.PIPE_BUF)):
+                    return False
+                if not select.select([], [1], [], 0)[1]:
+                    return True
                 try:
-                    os.write(1, text)
+                    self.shown += os.write(1, text)
                 except OSError:
-                    self.detached = True
+                    self.detached = self.unheard = True
+                    return False
+            return True
+        return False
 
     # -- the script --
 
     def spawn(self, phase, command):
         self.phase = phase
 
+        me = os.getpid()
+
         def ends_with_us():  # SIGTERM if the supervisor is killed; a script that is alone would hold the TPU for ever
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+            if os.getppid() != me:
+                os._exit(LOST)
 
-        with open(self.folder / 'log.txt', 'ab') as log:
+        try:
+            log = open(self.folder / 'log.txt', 'ab')
+        except OSError:
+            log = open(os.devnull, 'wb')
+        with log:
             env = {**os.environ, 'PYTHONUNBUFFERED': '1'}
             self.child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                                           start_new_session=True, preexec_fn=ends_with_us, env=env)
@@ -307,9 +154,10 @@ class Host:
             code = code if code >= 0 else 128 - code
             if self.phase == 'fetching' and code == 0:
                 from launch import fetch
-                return self.report('ready', data=fingerprint(fetch.folder_of(data_of(self.args))))
+                return self.report('ready', data=facts.fingerprint(fetch.folder_of(self.data)))
             self.note(phase='ended', script_code=code)
-            self.report('ended', code=code, phase=self.phase, tail=tail_of(self.folder / 'log.txt') if code else '')
+            tail = runs.tail_of(self.folder / 'log.txt') if code else ''
+            self.report('ended', code=code, phase=self.phase, tail=tail)
             self.phase = 'ended'
 
     # -- what the hosts tell worker 0 --
@@ -329,7 +177,7 @@ class Host:
             self.say(f'host {index} of {len(self.hosts)}: {message["host"]}, {message["chips"]} chips, {some}, '
                      f'revision {message["revision"]}')
             if len(self.facts) == len(self.hosts):
-                self.agree('prepare', 'busy', 'command', 'id', 'revision', 'versions')
+                self.agree('prepare', 'busy', 'id', 'command', 'revision', 'versions')
         elif kind == 'ready':
             self.facts[index].update(message, ready=True)
             if all('ready' in fact for fact in self.facts.values()):
@@ -358,8 +206,9 @@ class Host:
                 wrong = '; '.join(f'worker {i}: {f["busy"]}' for i, f in sorted(self.facts.items()) if f['busy'])
                 advice = 'end it, or stop its run; nothing foreign is ever killed'
             else:
-                wrong, advice = differences(self.facts, key), {
+                wrong, advice = facts.differences(self.facts, key), {
                     'data': 'give all hosts the same data (--data gs://... does)', 'versions': 'run launch.sh on each',
+                    'id': 'the run was started twice at once; start it once more',
                     }.get(key, 'start the same on all')
             if wrong:
                 what = 'the TPU is in use' if key == 'busy' else f'the hosts differ in their {key}'
@@ -373,7 +222,6 @@ class Host:
         """Ends the run everywhere. Shows what happened before anything else is said of it."""
         bar = '=' * 20
         self.say(f'{bar} {text} {bar}' + (f'\nthe end of its log:\n{tail}\n{bar} worker {index} {bar}' if tail else ''))
-        (self.folder / 'failure.txt').write_text(f'{text}\n{tail}\n')
         self.order('end', code=code, text=text)
 
     # -- what worker 0 orders --
@@ -385,10 +233,10 @@ class Host:
 
     def obey(self, message):
         kind = message['kind']
-        if kind == 'prepare' and '://' in (data_of(self.args) or ''):
-            self.spawn('fetching', [sys.executable, '-m', 'launch.fetch', data_of(self.args)])
+        if kind == 'prepare' and '://' in (self.data or ''):
+            self.spawn('fetching', [sys.executable, '-P', '-m', 'launch.fetch', self.data])
         elif kind == 'prepare':
-            self.report('ready', data=fingerprint(data_of(self.args)))
+            self.report('ready', data=facts.fingerprint(self.data))
         elif kind == 'start':
             self.spawn('running', [sys.executable, self.script, *self.args])
         elif kind == 'stop':
@@ -406,12 +254,13 @@ class Host:
     # -- the loop --
 
     def hello(self):
-        found = holders()
-        if not found and os.path.exists(LOCK):
-            self.say(f'note: {LOCK} is stale: nobody holds it (launch.sh --stop removes it)')
-        busy = ', '.join(f'pid {pid} ({command})' for pid, command in found)
-        return dict(host=socket.gethostname(), chips=chips(), revision=revision(self.checkout), busy=busy, id=self.id,
-                    versions=versions(self.checkout), command=self.record['command'])
+        text, stale = runs.device()
+        if stale:
+            self.say(f'note: {text}: nobody holds it (launch.sh --stop removes it)')
+        busy = ', '.join(f'pid {pid} ({command})' for pid, command in runs.holders())
+        return dict(run=self.name, host=socket.gethostname(), chips=runs.chips(), busy=busy, id=self.id,
+                    revision=facts.revision(self.checkout), versions=facts.versions(self.checkout),
+                    command=self.record['command'])
 
     def run(self):
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -419,19 +268,19 @@ class Host:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a closed ssh session; the run goes on
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         self.note(phase='joining')
-        server = deadline = None
-        if self.index == 0:
+        server, deadline = None, time.monotonic() + JOIN_S
+        if self.index == 0 and len(self.hosts) > 1:
             server = socket.socket()
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 server.bind(('', self.port))
             except OSError as e:
-                self.say(f'error: port {self.port} cannot be had here ({e.strerror}): set NANO_PORT on all hosts')
+                self.say(f'error: port {self.port} cannot be had here ({e.strerror}): NANO_PORT=... is another one')
                 self.note(phase='ended', code=2)
                 self.show()
                 return 2
             server.listen(256)
-            deadline = time.monotonic() + JOIN_S
+        if self.index == 0:
             self.report('hello', **self.hello())
         else:
             self.say(f'host {self.index} of {len(self.hosts)}: joining worker 0 at {self.hosts[0]}:{self.port}')
@@ -448,12 +297,10 @@ class Host:
                     strangers.append(Link(server.accept()[0]))
                     continue
                 try:
-                    messages = socks[sock].receive()
+                    for message in socks[sock].receive():
+                        self.hear(socks[sock], message, strangers)
                 except (EOFError, ValueError):
                     self.lost(socks[sock], strangers)
-                    continue
-                for message in messages:
-                    self.hear(socks[sock], message, strangers)
             now = time.monotonic()
             for link in [*self.links.values()] + ([self.link] if self.link else []):
                 if now - link.heard > SILENCE_S:
@@ -462,7 +309,7 @@ class Host:
                 self.beat_at = now + min(5, SILENCE_S / 4)
                 for link in [*self.links.values()] + ([self.link] if self.link else []):
                     link.send('beat')
-            if deadline and self.phase == 'joining' and len(self.facts) < len(self.hosts) and now > deadline:
+            if self.index == 0 and self.phase == 'joining' and len(self.facts) < len(self.hosts) and now > deadline:
                 missing = ', '.join(str(i) for i in range(len(self.hosts)) if i not in self.facts)
                 self.fail(None, 2, f'nothing was started: worker {missing} of {len(self.hosts)} did not come within '
                           f'{JOIN_S:.0f} s. Likely causes: {CAUSES}')
@@ -475,16 +322,25 @@ class Host:
                 ended = ended or now
         code = self.verdict
         self.say(f'the run ended with exit code {code}')
-        self.note(phase='ended', code=code, ended=time.time())
-        self.show()
+        until = time.monotonic() + min(10, SILENCE_S)
+        while self.show():
+            if time.monotonic() > until:
+                self.unheard = True
+                break
+            time.sleep(.05)
+        self.note(phase='ended', code=code, ended=time.time(), unheard=self.unheard)
         return code
 
     def hear(self, link, message, strangers):
         if self.link:
             return self.obey(message)
         if link in strangers:
-            index = message.pop('index', None)
-            if message.get('kind') != 'hello' or index in self.links or index not in range(1, len(self.hosts)):
+            index = message.pop('index', None) if isinstance(message, dict) else None
+            if type(index) is not int or not 0 < index < len(self.hosts) or message.get('kind') != 'hello':
+                return self.lost(link, strangers)  # whoever it is
+            if message.get('run') != self.name or index in self.facts:
+                there = f'worker {index} has come already' if index in self.facts else f'the run there is {self.name}'
+                link.send('end', code=2, text=f'error: worker 0 does not take this one into its run: {there}')
                 return self.lost(link, strangers)
             strangers.remove(link)
             self.links[index] = link
@@ -511,16 +367,20 @@ class Host:
             self.codes.setdefault(index, LOST)
 
     def connect(self):
-        until, facts = time.monotonic() + JOIN_S, self.hello()
+        until, hello, before = time.monotonic() + JOIN_S, self.hello(), ''
+        for record in runs.records(self.name):
+            if 'code' in record and time.time() - record['ended'] < REPEAT_S:
+                before = (f'; or this command is a repeat of gcloud\'s: the run before has ended with exit code '
+                          f'{record["code"]}')
         while not self.asked:
             try:
                 self.link = Link(socket.create_connection((self.hosts[0], self.port), 5))
-                self.link.send('hello', index=self.index, **facts)
+                self.link.send('hello', index=self.index, **hello)
                 return
             except OSError as e:
                 if time.monotonic() > until:
                     self.say(f'error: no answer from worker 0 ({self.hosts[0]}:{self.port}) within {JOIN_S:.0f} s '
-                             f'({e}). Likely causes: {CAUSES}')
+                             f'({e}). Likely causes: {CAUSES}{before}')
                     self.verdict = 2
                     return
                 self.show()
@@ -549,189 +409,85 @@ class Host:
                 self.report('stopping')
 
 
-def name_of(script, args):
-    """NANO_RUN, or the last part of --out, or the script's name: what tells the runs of a slice apart."""
-    out = next((a[6:] if a != '--out' else args[i + 1] for i, a in enumerate(args)
-                if a.startswith('--out=') or a == '--out' and i + 1 < len(args)), '')
-    name = os.environ.get('NANO_RUN') or out.rstrip('/').rpartition('/')[2] or Path(script).stem
-    return re.sub(r'[^A-Za-z0-9._-]', '_', name).lstrip('.-') or 'run'
-
-
 def run(script, args):
-    index, hosts = place()
-    if len(hosts) == 1 and not os.environ.get('NANO_ID'):
-        os.execv(sys.executable, [sys.executable, script, *args])
+    for fd in range(3):  # a daemon's may be closed; then the log would get the number of stdout
+        with contextlib.suppress(OSError):
+            os.fstat(fd)
+            continue
+        os.open(os.devnull, os.O_RDWR)
+    _, hosts = facts.place()
+    if len(hosts) == 1 and not os.environ.get('NANO_ID') and (os.isatty(0) or os.isatty(1)):
+        os.execv(sys.executable, [sys.executable, script, *args])  # someone sits before the only host
     host = Host(script, args)
-    host.folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(host.folder.parent / 'lock', os.O_CREAT | os.O_RDWR)
+    try:
+        host.folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(host.folder.parent / 'lock', os.O_CREAT | os.O_RDWR)
+    except OSError as e:
+        print(f'error: {host.folder.parent}: the record of the run cannot be written ({e.strerror})', file=sys.stderr)
+        return 2
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
     except BlockingIOError:
         return already(host)
-    code = host.run()
-    if code == 255 and not host.id:
+    if before := heard_by_nobody(host):
+        why = '' if host.id else ', as its end could not be told. The same command once more starts it'
+        print(f'hosts: this run has ended already, with exit code {before.get("code", LOST)}, and this is its log: it '
+              f'is not started again{why}', flush=True)
+        return tell(before)
+    with contextlib.suppress(OSError):
+        host.folder.mkdir(exist_ok=True)
+    return never_255(host.run(), host)
+
+
+def never_255(code, host):
+    if code == 255 and not host.detached:
         host.say('ends with 254 in place of 255, which gcloud would take for a lost connection, and start it again')
-        code = 254
+        return 254
     return code
 
 
+def heard_by_nobody(host):
+    """The record of a run that this command has started before, and whose end it has not heard.
+
+    gcloud repeats a command whose connection was lost, and by then the run may have ended. What is known of that: our
+    own words to the first session were refused, or not read. (A loss that ssh has not noticed yet is not known. Then a
+    slice's other hosts do not come, so nothing starts either; a host that is alone starts again, from its newest
+    checkpoint.) With NANO_ID=... a command says itself which start it is: there is one for each."""
+    if host.id:
+        return runs.newest(host.name, host.id)
+    before = runs.newest(host.name)
+    if before and before.get('unheard') and not (Path(before['folder']) / 'heard').exists() and (
+            before['command'] == host.record['command'] and 0 <= time.time() - before['ended'] < REPEAT_S):
+        return before
+
+
+def tell(record):
+    """Its log to its end, and its exit code."""
+    code = runs.follow(record['name'], record['id'], tag=b'')
+    if code is None:
+        return LOST  # nobody reads this
+    (Path(record['folder']) / 'heard').touch()
+    return 254 if code == 255 else code
+
+
 def already(host):
-    """The run is alive here. gcloud repeats a command whose connection was lost: then it is followed, not started."""
-    then = next((r for r in records(host.name) if r['alive']), None)
-    host.folder.rmdir() if not any(host.folder.iterdir()) else None
-    if not then or then['command'] != host.record['command'] or host.id:
-        whose = f'pid {then["pid"]}, {" ".join(then["command"])}' if then else 'it has just begun'
-        print(f'error: a run named {host.name} is alive on this host ({whose}): stop it, or give this one another name '
-              f'(RUN=..., or --out)', file=sys.stderr)
-        if host.id:
-            host.folder.mkdir(exist_ok=True)
-            host.say(f'error: a run named {host.name} is alive on this host ({whose})')
-            host.note(phase='ended', code=2)
-        return 2
-    print(f'hosts: this run is alive here already (pid {then["pid"]}): followed, not started again', flush=True)
-    return follow(host.name, then['id'], 0, mark=False)
-
-
-# ---- What is asked from afar ----
-
-def records(name=''):
-    """Those of all runs of this name, or of all, the newest first; `alive` tells whether its supervisor is."""
-    found = []
-    for path in glob.glob(str(runs() / (name or '*') / '*' / 'run.json')):
-        with contextlib.suppress(OSError, ValueError):
-            record = json.loads(Path(path).read_text())
-            record['alive'] = ticks(record['pid']) == record['ticks'] and 'code' not in record
-            record['folder'] = os.path.dirname(path)
-            found.append(record)
-    return sorted(found, key=lambda r: -r['started'])
-
-
-def newest(name, run_id=''):
-    return next((r for r in records(name) if run_id in ('', r['id'])), None)
-
-
-def follow(name, run_id, skip, mark=True):
-    """Prints a run's log from line `skip` on, until it ends; then '@end CODE' or, in place of it, returns the code."""
-    parent, began = os.getppid(), time.monotonic()
-    folder, f = None, None
-    while True:
-        if record := newest(name, run_id):
-            run_id, folder = record['id'], Path(record['folder'])
-            over = not record['alive']
-        else:
-            folder = runs() / name / run_id
-            over = time.monotonic() - began > 3 and not launching(folder)
-        if f is None and folder and (folder / 'log.txt').exists():
-            f = open(folder / 'log.txt', 'rb')
-            print(f'@run {name} {run_id}', flush=True) if mark else None
-        for line in f or ():
-            if skip > 0:
-                skip -= 1
-                continue
-            sys.stdout.buffer.write(line if line.endswith(b'\n') else line + b'\n')
-        sys.stdout.flush()
-        if over:
-            break
-        if os.getppid() != parent:  # the session was lost; nobody reads any more
-            return 0
-        time.sleep(.2)
-    code = record.get('code', LOST) if record else 2
-    if not f:
-        with contextlib.suppress(OSError):
-            print((folder / 'launch.txt').read_text())
-    if record and 'code' not in record:
-        print(f'hosts: this worker\'s supervisor (pid {record["pid"]}) is gone without a word: rebooted or killed')
-    if mark:
-        print(f'@end {code}', flush=True)
-    return 0 if mark else code
-
-
-def launching(folder):
-    """Whether launch.sh is still on its way to `run`: its pid is noted by who started it."""
-    try:
-        return ticks(int((folder / 'pid').read_text())) is not None
-    except (OSError, ValueError):
-        return False
-
-
-def status(name):
-    record = newest(name)
-    if not record:
-        print(f'no run; {device()}')
-        return 0
-    log = tail_of(f'{record["folder"]}/log.txt', 200)
-    last = next((line for line in reversed(log.splitlines()) if line.strip()), '')
-    step, loss = re.findall(r'\bstep ([\d,]+)', log), re.findall(r'\bloss ([\d.]+|nan)', log)
-    state = f'{record["phase"]}, pid {record["pid"]}' if record['alive'] else (
-        f'ended with {record["code"]}' if 'code' in record else 'gone (rebooted or killed)')
-    print(f'{record["name"]} {record["id"]}: {state}; step {(step or "-")[-1]}, loss {(loss or "-")[-1]}; {device()}; '
-          f'{last[:100]}')
-    return 0
-
-
-def stop(name):
-    """Ends the run's own processes, checks that, and removes a device lock that nobody holds."""
-    found = [r for r in records(name) if r['alive'] or 'code' not in r]
-    if not name and len({r['name'] for r in found if r['alive']}) > 1:
-        print('several runs are alive here, say which (RUN=...): ' + ', '.join(r['name'] for r in found if r['alive']))
-        return 2
-    ok = True
-    for r in found:
-        if r['alive']:
-            os.kill(r['pid'], signal.SIGTERM)
-            until = time.monotonic() + STOP_S + GRACE_S + 30
-            while ticks(r['pid']) == r['ticks'] and time.monotonic() < until:
-                time.sleep(.1)
-            if ticks(r['pid']) == r['ticks']:
-                print(f'pid {r["pid"]} of run {r["name"]} has not ended')
-                ok = False
-                continue
-        pgid = r.get('script_pid')
-        # A group keeps its number as long as it has members, so this one is the run's unless the machine restarted.
-        if pgid and ticks(pgid) in (None, r['script_ticks']) and kill_group(pgid, 0) and r['started'] > boot_time():
-            kill_group(pgid, signal.SIGTERM)
-            until = time.monotonic() + GRACE_S
-            while kill_group(pgid, 0) and time.monotonic() < until:
-                time.sleep(.1)
-            if kill_group(pgid, signal.SIGKILL):
-                time.sleep(1)
-        print(f'run {r["name"]} {r["id"]}: stopped')
-    if not found:
-        print('no run is alive')
-    if foreign := holders():
-        print('left alone, not of this run: ' + ', '.join(f'pid {pid} ({command})' for pid, command in foreign))
-    elif os.path.exists(LOCK):
-        try:
-            os.remove(LOCK)
-            print(f'removed {LOCK}, which nobody held')
-        except OSError as e:
-            print(f'{LOCK} is stale, but cannot be removed ({e.strerror}): sudo rm {LOCK}')
-    return 0 if ok else 1
-
-
-def boot_time():
-    return time.time() - float(Path('/proc/uptime').read_text().split()[0])
-
-
-def main(argv):
-    verb, *args = argv
-    if verb == 'run':
-        sys.path[0] = os.environ.get('PYTHONPATH', '').split(':')[0] or str(Path(__file__).resolve().parent.parent)
-        sys.exit(run(args[0], args[1:]))
-    name = args[0] if args else ''
-    if verb == 'follow':
-        code = follow(name or (newest('') or {'name': 'none'})['name'], args[1] if len(args) > 1 else '',
-                      int(args[2]) if len(args) > 2 else 0)
-    elif verb == 'log':
-        if record := newest(name):
-            sys.stdout.buffer.write(Path(record['folder'], 'log.txt').read_bytes())
-            sys.stdout.flush()
-        code = 0
-    else:
-        code = {'status': status, 'stop': stop}[verb](name)
-    # What came through a connection counts only with this line: a lost one can look like an empty answer.
-    print(f'@ok {code}', flush=True)
+    """A run of this name is alive here. The same command again is gcloud's repeat: it follows the run."""
+    until, then = time.monotonic() + 10, None
+    while not then and time.monotonic() < until:  # it may just have begun
+        then = next((r for r in runs.records(host.name) if r['alive']), None)
+        time.sleep(.1)
+    if then and (then['id'] == host.id if host.id else then['command'] == host.record['command']):
+        print(f'hosts: this run is alive here already (pid {then["pid"]}): followed, not started again', flush=True)
+        return tell(then)
+    whose = f'pid {then["pid"]}, {" ".join(then["command"])}' if then else 'it has just begun'
+    text = (f'error: a run named {host.name} is alive on this host ({whose}): stop it, or give this one another name '
+            '(RUN=..., or --out)')
+    print(text, file=sys.stderr)
+    if host.detached:
+        host.say(text)
+        host.note(phase='ended', code=2)
+    return 2
 
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    sys.exit(run(sys.argv[1], sys.argv[2:]))

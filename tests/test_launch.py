@@ -169,8 +169,10 @@ def test_unknown_script_and_misplaced_options(machine):
         done = machine.run(*args)
         assert done.returncode == 2 and done.err.startswith(f'error: {text}') and done.err.count('\n') == 1
     assert not (machine.checkout / '.venv').exists()
+    (machine.checkout / 'launch').mkdir()
+    shutil.copy(ROOT / 'launch' / 'slice.sh', machine.checkout / 'launch')
     done = machine.run('--help')
-    assert done.returncode == 0 and 'bash launch.sh SCRIPT ARGS...' in done.out and 'set -' not in done.out
+    assert done.returncode == 0 and 'bash launch.sh SCRIPT ARGS...' in done.out and '--keep-alive' in done.out and 'set -' not in done.out
     for name in ('bpe', 'manifest', 'sources'):  # and with this repository's own files
         shutil.copy(ROOT / 'data' / f'{name}.py', machine.checkout / 'data')
     assert machine.run('x').err.endswith('; there are: train_gpt.py, data/manifest.py, data/text.py, test\n')
