@@ -44,7 +44,7 @@ export HOME=${HOME:-~} # a startup script has none
 if [ -n "$worker" ] && [ "$(id -u)" = 0 ]; then # a startup script again, or sudo
   owner=$(stat -c %U "$here")
   case $owner in root | UNKNOWN) ;; *) die "you are root, and $here is $owner's, who could then neither change what is \
-made here nor stop the run: sudo -H -u $owner bash $here/launch.sh ..." ;; esac
+made here nor stop the run: sudo -H -u $owner bash $(printf %q "$here/launch.sh") ..." ;; esac
 fi
 
 # The caller's own Python set-up must neither hide the pins nor send them elsewhere. uv trusts what pip trusts.

@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+import urllib.error
 import urllib.request
 from importlib import metadata as packages
 from pathlib import Path
@@ -37,8 +39,16 @@ def metadata(name):
     server = os.environ.get('GCE_METADATA_HOST', 'metadata.google.internal')
     request = urllib.request.Request(f'http://{server}/computeMetadata/v1/instance/attributes/{name}',
                                      headers={'Metadata-Flavor': 'Google'})
-    with urllib.request.urlopen(request, timeout=5) as answer:
-        return answer.read().decode()
+    for last in (False, False, True):
+        try:
+            with urllib.request.urlopen(request, timeout=5) as answer:
+                return answer.read().decode()
+        except urllib.error.HTTPError:
+            raise
+        except OSError:  # a startup script comes early
+            if last:
+                raise
+            time.sleep(2)
 
 
 def revision(checkout):

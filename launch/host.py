@@ -421,7 +421,7 @@ def run(script, args):
     host = Host(script, args)
     try:
         host.folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(host.folder.parent / 'lock', os.O_CREAT | os.O_RDWR)
+        lock = os.open(host.folder.parent / '.lock', os.O_CREAT | os.O_RDWR)
     except OSError as e:
         print(f'error: {host.folder.parent}: the record of the run cannot be written ({e.strerror})', file=sys.stderr)
         return 2

@@ -105,13 +105,12 @@ def chips():
 def records(name=''):
     """Those of all runs of this name, or of all, the newest first; `alive` tells whether its supervisor is."""
     found = []
-    for path in home().glob('*/*/run.json'):
+    for path in glob.glob(f'{glob.escape(str(home()))}/{glob.escape(name) or "*"}/*/run.json'):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            record = json.loads(path.read_text())
-            if name in ('', record['name']):
-                record['alive'] = 'code' not in record and is_ours(record, 'pid', 'ticks')
-                record['folder'] = os.path.dirname(path)
-                found.append(record)
+            record = json.loads(Path(path).read_text())
+            record['alive'] = 'code' not in record and is_ours(record, 'pid', 'ticks')
+            record['folder'] = os.path.dirname(path)
+            found.append(record)
     return sorted(found, key=lambda r: -r['started'])
 
 
@@ -258,10 +257,13 @@ def stop(name=''):
 
 
 def log(name=''):
-    if record := newest(name):
+    record = newest(name)
+    try:
         with open(f'{record["folder"]}/log.txt', 'rb') as f:
             for line in f:
                 write(line)
+    except (OSError, TypeError):
+        say('no log')
     return 0
 
 

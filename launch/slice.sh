@@ -139,7 +139,7 @@ pack() { # the checkout as git would have it, edits included; sets revision
   git ls-files -z --cached --others --exclude-standard | sort -zu |
     while IFS= read -r -d '' file; do [ ! -f "$file" ] || printf '%s\0' "$file"; done >"$tmp/files"
   describe=$(git describe --always --dirty 2>/dev/null || echo new)
-  revision=$describe-$(xargs -0 sha256sum -- <"$tmp/files" | sha256sum | cut -c1-12)
+  revision=${describe//[^A-Za-z0-9._-]/_}-$(xargs -0 sha256sum -- <"$tmp/files" | sha256sum | cut -c1-12)
   printf '%s\n' "$revision" >"$tmp/.revision"
   tar -czf "$tmp/checkout.tgz" --null -T "$tmp/files" --transform='s,^,./,S' -C "$tmp" --add-file=.revision
   cd - >/dev/null
@@ -156,7 +156,8 @@ main() {
   mv -T "$new" "$revision" 2>/dev/null || rm -rf "$new" # it is there already
   [ -e "$revision/launch.sh" ] || return
   NANO_VENV=$HOME/nano/.venv NANO_ID='' TPU='' bash "$revision/launch.sh" setup || return
-  [ -z "$more" ] || ../.venv/bin/python -c 'import gcsfs' 2>/dev/null || ../.venv/bin/python -m pip install -q "$more"
+  [ -z "$more" ] || ../.venv/bin/python -c 'import gcsfs' 2>/dev/null ||
+    ../.venv/bin/python -m pip install -q -c "$revision/requirements.txt" "$more"
 }
 set -o pipefail
 if main 2>&1 | sed 's/^/|/'; then echo '@ok 0'; else echo '@failed'; fi; exit
