@@ -122,6 +122,13 @@ def test_the_first_to_fail_is_named_and_ends_the_others(pod):
         assert not Path(f'/proc/{pod.record(i)["script_pid"]}').exists()
 
 
+def test_all_end_within_a_minute():
+    """With the times that hold where these tests set no shorter ones: of a host that is silent, and of a script that
+    ignores SIGTERM."""
+    from launch import host, runs
+    assert 0 < host.SILENCE_S + runs.GRACE_S + 5 < 60
+
+
 def test_a_script_that_ignores_sigterm_is_killed_with_its_children(pod):
     pod = pod(2)
     pod.start(0, do='import signal, subprocess; signal.signal(15, signal.SIG_IGN); '
