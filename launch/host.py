@@ -116,9 +116,7 @@ class Host:
     # -- the script --
 
     def spawn(self, phase, command):
-        self.phase = phase
-
-        me = os.getpid()
+        self.phase, me = phase, os.getpid()
 
         def ends_with_us():  # SIGTERM if the supervisor is killed; a script that is alone would hold the TPU for ever
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -425,10 +423,16 @@ def run(script, args):
     except OSError as e:
         print(f'error: {host.folder.parent}: the record of the run cannot be written ({e.strerror})', file=sys.stderr)
         return 2
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
-    except BlockingIOError:
-        return already(host)
+    until = time.monotonic() + 10
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+            break
+        except BlockingIOError:
+            then = next((r for r in runs.records(host.name) if r['alive']), None)
+            if then or time.monotonic() > until:
+                return already(host, then)
+            time.sleep(.1)  # it has just begun, or is just ending
     if before := heard_by_nobody(host):
         why = '' if host.id else ', as its end could not be told. The same command once more starts it'
         print(f'hosts: this run has ended already, with exit code {before.get("code", LOST)}, and this is its log: it '
@@ -470,16 +474,12 @@ def tell(record):
     return 254 if code == 255 else code
 
 
-def already(host):
+def already(host, then):
     """A run of this name is alive here. The same command again is gcloud's repeat: it follows the run."""
-    until, then = time.monotonic() + 10, None
-    while not then and time.monotonic() < until:  # it may just have begun
-        then = next((r for r in runs.records(host.name) if r['alive']), None)
-        time.sleep(.1)
     if then and (then['id'] == host.id if host.id else then['command'] == host.record['command']):
         print(f'hosts: this run is alive here already (pid {then["pid"]}): followed, not started again', flush=True)
         return tell(then)
-    whose = f'pid {then["pid"]}, {" ".join(then["command"])}' if then else 'it has just begun'
+    whose = f'pid {then["pid"]}, {" ".join(then["command"])}' if then else 'its record cannot be read'
     text = (f'error: a run named {host.name} is alive on this host ({whose}): stop it, or give this one another name '
             '(RUN=..., or --out)')
     print(text, file=sys.stderr)

@@ -143,6 +143,8 @@ pack() { # the checkout as git would have it, edits included; sets revision
   printf '%s\n' "$revision" >"$tmp/.revision"
   tar -czf "$tmp/checkout.tgz" --null -T "$tmp/files" --transform='s,^,./,S' -C "$tmp" --add-file=.revision
   cd - >/dev/null
+  local size=$(($(stat -c %s "$tmp/checkout.tgz") >> 20))
+  [ "$size" -lt 100 ] || say "packed, $root has $size MB: what the workers do not need belongs in .gitignore"
 }
 # What a worker's bash reads from stdin does nothing before its last line: a lost connection does nothing by halves.
 send_setup() {
@@ -209,7 +211,8 @@ start() { # the command on all workers
   say "revision $revision to the $n workers of $TPU, and setting them up (the first time takes minutes)"
   all send_setup 'bash -s' || return 98
   say "all $n workers have $revision: starting run $run ($id)"
-  all send_start 'bash -s' || return 98
+  trap 'say "interrupted: some workers may have started; --stop ends them"; exit 130' INT
+  all send_start 'bash -s' || { trap - INT; return 98; }
 }
 follow() { # follow RUN ID: worker 0's log to its end; returns the run's exit code, 97 if worker 0 cannot be reached
   local name=$1 id=$2 seen=0 tries=0 line code

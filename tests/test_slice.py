@@ -224,6 +224,18 @@ def test_what_is_left_of_stdin_is_not_run(laptop):
         assert len(list(laptop.home(i).glob('nano/checkouts/*'))) == 1
 
 
+def test_a_worker_that_cannot_be_set_up(laptop):
+    """Such as one whose disk is full: it is named, with what it says, and nothing starts anywhere."""
+    laptop = laptop(2)
+    for name in ('checkouts', 'runs'):
+        (laptop.home(1) / 'nano' / name).touch()  # where a folder is to be made
+        done = laptop.run('train_toy.py')
+        assert done.returncode == 1 and 'worker 1 failed: ' in done.err and name in done.err
+        assert 'nothing was started on the workers that are named above' in done.err and not laptop.started(0)
+        laptop.run('--stop')
+        (laptop.home(1) / 'nano' / name).unlink()
+
+
 def test_a_script_may_print_what_it_likes(laptop):
     laptop = laptop(1)
     lines = ['@end 3', '@ok 5', '@failed', '@run x y', '|x', '  a  ', '\\n', '', '@ok 7']

@@ -252,6 +252,14 @@ def test_a_repeated_command_is_followed_not_started(pod):
     assert [p.wait(10) for p in first.values()] == [0, 0] and pod.started(1) == 1
 
 
+def test_a_command_repeated_at_once(pod):
+    pod = pod(2)
+    twice = [pod.start(i, do='time.sleep(.5)') for i in (1, 1, 1, 0)]
+    said = [p.communicate(timeout=30)[0] for p in twice]
+    assert [p.returncode for p in twice] == [0] * 4 and pod.started(1) == 1, said
+    assert all('worker 1 done' in s for s in said[:3]) and ''.join(said).count('followed, not started') == 2
+
+
 def test_a_repeat_after_an_end_that_nobody_heard(pod):
     """The session was lost, and the run ended before gcloud repeated its command. A person who has seen the end means to
     start anew with the same command."""
