@@ -169,8 +169,8 @@ def follow(name='', run_id='', skip=0, tag=b'|'):
             f = open(folder / 'log.txt', 'rb')
             if tag:
                 print(f'@run {name} {run_id}', flush=True)
-        while f and (line := f.readline()):
-            if not line.endswith(b'\n') and not over:
+        while f and (line := f.readline(1 << 16)):  # of a bar that goes on and on, a part
+            if not line.endswith(b'\n') and len(line) < 1 << 16 and not over:
                 f.seek(-len(line), os.SEEK_CUR)  # its rest is still to come; slice.sh counts whole lines
                 break
             if skip > 0:

@@ -1,4 +1,5 @@
 """launch/host.py, launch/runs.py: the hosts of a slice, played by processes of this machine, each with its own HOME."""
+import ast
 import http.server
 import json
 import os
@@ -311,6 +312,31 @@ def test_the_only_host(pod):
     for n in (1, 2):
         assert pod.ask(0, 'stop', f'run{n}').endswith('@ok 0\n') and runs[n - 1].wait(10) == 143
     assert 'no run none' in pod.ask(0, 'follow', 'none') and pod.ask(0, 'follow', 'run1').endswith('@end 143\n')
+
+
+def test_an_endless_line_is_followed(pod):
+    """A bar of some library, which prints no end of line."""
+    pod = pod(1)
+    p = pod.start(0, do='print("x" * 100_000, end="\\r", flush=True); time.sleep(60)')
+    wait_for(lambda: pod.started(0))
+    home = pod.home(0)
+    with open(ROOT / 'launch' / 'runs.py') as program:
+        f = subprocess.Popen([sys.executable, '-', 'follow', 'train_toy'], stdin=program, env={'HOME': str(home)},
+                             stdout=subprocess.PIPE, text=True)
+    while not (line := f.stdout.readline()).startswith('|x'):
+        assert line
+    assert len(line) == 1 + 65536 + 1 and p.poll() is None
+    p.terminate()
+    assert f.stdout.readline().rstrip() == '|' + 'x' * (100_000 - 65536)
+    assert f.communicate(timeout=20)[0].endswith('@end 143\n')
+
+
+def test_what_is_sent_to_a_worker_runs_there():
+    """On its own Python, which is 3.8 on the oldest images, without any package."""
+    tree = ast.parse((ROOT / 'launch' / 'runs.py').read_text(), feature_version=(3, 8))
+    imports = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
+    names = {a.name for n in imports for a in n.names} | {getattr(n, 'module', None) for n in imports} - {None}
+    assert {'json', 'pathlib'} <= names and names - {'Path'} <= set(sys.stdlib_module_names)
 
 
 def test_nobody_reads_and_the_disk_is_full(pod):
