@@ -39,7 +39,8 @@ def fetch(data: str, log: Callable[[str], Any] = say) -> str:
         raise DataError(f'{data}/manifest.json: is not the manifest of shards ({e}): copy the folder again') from e
     except Exception as e:  # an object store's client raises its own
         raise UserError(f'{data}: its manifest.json cannot be read ({store.cause(e)}). Is it there, and may this '
-                        f'machine read it? For gs://: gcloud storage ls {data}; gcloud auth application-default login') from e
+                        f'machine read it? For gs://: gcloud storage ls {data}; gcloud auth application-default '
+                        'login') from e
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:

@@ -7,7 +7,8 @@ in one file, so that slice.sh can send it to a worker through stdin, whatever is
 A run's folder is ~/nano/runs/NAME/ID, outside of the checkout: run.json (who, what, process ids, exit code), log.txt.
 
 What came through a connection counts only with a last line '@ok CODE': a lost one can look like an empty answer. So
-each line of text begins with '|', and only what is said to slice.sh with '@': a script may print what it likes.
+each line of text begins with '|', and only what is said to slice.sh with '@': a script may print what it likes. On a
+terminal (python3 launch/runs.py status, on a worker) there are neither.
 """
 import contextlib
 import glob
@@ -24,6 +25,7 @@ GRACE_S = float(os.environ.get('NANO_GRACE_S', 20))  # from SIGTERM to SIGKILL w
 STOP_S = float(os.environ.get('NANO_STOP_S', 660))  # the same when a user stops it: a checkpoint takes minutes
 LOST = 75  # exit code of a run that lost a host; EX_TEMPFAIL: trying again can help
 LOCK = os.environ.get('NANO_TPU_LOCK', '/tmp/libtpu_lockfile')  # libtpu leaves it when it is killed (jax-ml/jax#10192)
+TAG = b'' if os.isatty(1) else b'|'
 DEVICES = os.environ.get('NANO_TPU_DEVICES', '/dev/accel*:/dev/vfio/[0-9]*').split(':')
 
 
@@ -146,7 +148,7 @@ def launching(folder):
 
 # ---- What is asked ----
 
-def write(line, tag=b'|'):
+def write(line, tag=TAG):
     sys.stdout.buffer.write(tag + line.rstrip(b'\n') + b'\n')
 
 
@@ -155,7 +157,7 @@ def say(text):
         write(line.encode())
 
 
-def follow(name='', run_id='', skip=0, tag=b'|'):
+def follow(name='', run_id='', skip=0, tag=TAG):
     """Writes a run's log from line `skip` on, until it ends. Returns its exit code; None if the session is lost."""
     parent, began, f, skip = os.getppid(), time.monotonic(), None, int(skip)
     while True:
@@ -269,12 +271,13 @@ def log(name=''):
 
 def main(verb, *args):
     if verb == 'follow':
-        if (code := follow(*args)) is not None:
+        if (code := follow(*args)) is not None and TAG:
             print(f'@end {code}', flush=True)
         return
     code = {'status': status, 'stop': stop, 'log': log}[verb](*args)
     sys.stdout.flush()
-    print(f'@ok {code}', flush=True)
+    if TAG:
+        print(f'@ok {code}', flush=True)
 
 
 if __name__ == '__main__':

@@ -42,9 +42,8 @@ queued-resources list, or make it with bash launch.sh --create TYPE" ;;
   *--zone* | *compute/zone*) say 'say where: ZONE=us-east5-b, or gcloud config set compute/zone us-east5-b' ;;
   esac
 }
-ask() { # gcloud, with advice when it fails
-  gcloud compute tpus "$@" "${where[@]}" 2>"$tmp/said" || { advice "$tmp/said"; return 1; }
-}
+quietly() { gcloud compute tpus "$@" "${where[@]}" </dev/null 2>"$tmp/said"; } # it must not wait for an unseen answer
+ask() { quietly "$@" || { advice "$tmp/said"; return 1; }; } # with advice when it fails
 need_name() { # a name as Google has them: others would be taken for a flag, or for a folder
   [ -n "${TPU-}" ] || die 'say which slice: TPU=NAME bash launch.sh ...' 2
   [[ $TPU =~ ^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$ ]] ||
@@ -73,9 +72,12 @@ confirmed() { # sent, until the worker itself says that it is done: gcloud's exi
   echo 'no answer after 5 tries' >>"$tmp/err.$i"
   return 99
 }
+# Each gcloud takes 100 MB of the laptop.
+room() { while [ "$(jobs -rp | wc -l)" -ge "${NANO_AT_ONCE:-32}" ]; do sleep .2; done; }
 all() { # all FUNCTION COMMAND: confirmed, on all workers at once; sets bad to those that failed
   local i pids=()
   for ((i = 0; i < n; i++)); do
+    room
     confirmed "$i" "$@" & pids[i]=$!
     # The first call of a new key writes it to the project's or the slice's metadata, and several at once would race.
     [ "$i" -gt 0 ] || [ -n "${keyed-}" ] || { wait "${pids[0]}" || true; keyed=yes; }
@@ -125,9 +127,11 @@ create() { # create TYPE: returns when it can be used
   done
 }
 delete() {
-  gcloud compute tpus queued-resources describe "$TPU" "${where[@]}" --format='value(state.state)' >/dev/null 2>&1 ||
-    { ask tpu-vm delete "$TPU" --quiet; return; }
-  ask queued-resources delete "$TPU" --force --quiet
+  if quietly queued-resources describe "$TPU" --format='value(state.state)' >/dev/null; then
+    ask queued-resources delete "$TPU" --force --quiet
+  else # made by another command
+    ask tpu-vm delete "$TPU" --quiet
+  fi
 }
 
 # ---- A run ----
@@ -253,8 +257,7 @@ keep_alive() { # keep_alive TYPE SCRIPT ARGS...
   while :; do
     # A slice is deleted only when Google says that it is gone, and made only when Google says that there is none: the
     # laptop's own network fails too.
-    state=$(gcloud compute tpus queued-resources describe "$TPU" "${where[@]}" --format='value(state.state)' \
-      2>"$tmp/said") ||
+    state=$(quietly queued-resources describe "$TPU" --format='value(state.state)') ||
       case $(<"$tmp/said") in *NOT_FOUND* | *"not found"*) state=none ;; *) state=unknown ;; esac
     case $state in SUSPENDED | FAILED) gone || return; state=none ;; esac
     if [ "$state" = none ]; then
@@ -334,7 +337,10 @@ case $1 in
   need_name; look || exit
   [ $# -eq 2 ] || die "--ssh 'COMMAND', in quotes" 2
   pids=() code=0
-  for ((i = 0; i < n; i++)); do (on "$i" "$2" </dev/null 2>&1 | sed "s/^/worker $i: /") & pids[i]=$!; done
+  for ((i = 0; i < n; i++)); do
+    room
+    (on "$i" "$2" </dev/null 2>&1 | sed "s/^/worker $i: /") & pids[i]=$!
+  done
   for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
   exit "$code" ;;
 --keep-alive)

@@ -9,7 +9,8 @@ It has the commands, flags and states of these pages, and refuses others:
   https://cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, .../v6e (types, and how many hosts they have)
 That ssh takes exit code 255 for a lost connection, and repeats the command with what is left of stdin, is from the
 source of the real one (SDK 528). The folder $FAKE_CLOUD holds calls.jsonl, SLICE/ for each slice (state, n, wN/), and
-the faults that a test puts there: error; for ssh to worker N, sshN: refused, slow S, lost (when done), cut BYTES (stdin).
+the faults that a test puts there: error; for ssh to worker N, sshN: refused, slow S, lost (when done), cut BYTES (of
+stdin).
 """
 import json
 import os

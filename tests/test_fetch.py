@@ -56,8 +56,8 @@ def test_images(tmp_path, monkeypatch):
     source, fs, address = str(tmp_path / 'source'), fsspec.filesystem('memory'), f'memory://{tmp_path.name}/images'
     pixels = [(np.full((4, 4, 1), i, np.uint8), i % 2) for i in range(6)]
     entries = [images.write_shard(source, split, 0, (4, 4, 1), pixels) for split in ('train', 'val')]
-    images.write_manifest(source, dict(format=1, kind='images', image=[4, 4, 1], classes=['a', 'b'], mean=[.5], std=[.3],
-                                       resize='none', shards=entries, source={}))
+    images.write_manifest(source, dict(format=1, kind='images', image=[4, 4, 1], classes=['a', 'b'], mean=[.5],
+                                       std=[.3], resize='none', shards=entries, source={}))
     fs.put(source, address, recursive=True)
     monkeypatch.setenv('NANO_DATA', str(tmp_path / 'disk'))
     whole = fs.cat_file(f'{address}/{entries[1]["labels"]["file"]}')

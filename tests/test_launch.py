@@ -154,8 +154,8 @@ def test_default_script_working_folder_and_import_path(machine):
 def test_a_startup_script_has_no_home(machine):
     machine.python('python3.12', '3.12')
     (machine.checkout / 'show.py').write_text('import os\nprint(os.environ["HOME"], os.getcwd())\n')
-    done = subprocess.run(['env', '-i', f'PATH={machine.bin}', 'bash', machine.checkout / 'launch.sh', 'show.py'], cwd='/',
-                          stdin=subprocess.DEVNULL, text=True, capture_output=True)
+    done = subprocess.run(['env', '-i', f'PATH={machine.bin}', 'bash', machine.checkout / 'launch.sh', 'show.py'],
+                          cwd='/', stdin=subprocess.DEVNULL, text=True, capture_output=True)
     assert done.stdout.splitlines()[-1] == f'{pwd.getpwuid(os.getuid()).pw_dir} /', done.stderr
 
 
@@ -193,7 +193,8 @@ def test_unknown_script_and_misplaced_options(machine):
     (machine.checkout / 'launch').mkdir()
     shutil.copy(ROOT / 'launch' / 'slice.sh', machine.checkout / 'launch')
     done = machine.run('--help')
-    assert done.returncode == 0 and 'bash launch.sh SCRIPT ARGS...' in done.out and '--keep-alive' in done.out and 'set -' not in done.out
+    assert done.returncode == 0 and 'bash launch.sh SCRIPT ARGS...' in done.out and 'set -' not in done.out
+    assert '--keep-alive' in done.out
     for name in ('bpe', 'manifest', 'sources'):  # and with this repository's own files
         shutil.copy(ROOT / 'data' / f'{name}.py', machine.checkout / 'data')
     assert machine.run('x').err.endswith('; there are: train_gpt.py, data/manifest.py, data/text.py, test\n')

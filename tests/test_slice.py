@@ -183,8 +183,7 @@ def test_what_gcloud_is_asked(laptop):
     assert calls[5:7] == ssh  # set up; worker 0 first and alone, as it may have to write the key
     assert sorted(calls[7:9]) == ssh and calls[9] == ssh[0]  # start both, follow the first
     assert calls[10] == look and sorted(calls[11:13]) == ssh  # stop
-    assert calls[13:] == [('queued-resources', 'describe', *named, '--format=value(state.state)'),
-                          ('queued-resources', 'delete', 'pod', '--force', '--quiet', named[1])]
+    assert calls[13:] == [describe, ('queued-resources', 'delete', 'pod', '--force', '--quiet', named[1])]
     assert all('--ssh-flag=-o ServerAliveInterval=15' in c for c in laptop.calls() if c[3] == 'ssh')
 
 
@@ -206,7 +205,7 @@ def test_a_lost_connection_at_the_start_starts_nothing_twice(laptop):
     for i in range(4):
         laptop.fault(f'ssh{i}', 'slow 0')  # of the set-up
         laptop.fault(f'ssh{i}', 'lost')  # of the start
-    assert laptop.run('train_toy.py').returncode == 0
+    assert laptop.run('train_toy.py', NANO_AT_ONCE='3').returncode == 0
     assert [laptop.started(i) for i in range(4)] == [1] * 4
 
 

@@ -262,8 +262,8 @@ def test_a_command_repeated_at_once(pod):
 
 
 def test_a_repeat_after_an_end_that_nobody_heard(pod):
-    """The session was lost, and the run ended before gcloud repeated its command. A person who has seen the end means to
-    start anew with the same command."""
+    """The session was lost, and the run ended before gcloud repeated its command. A person who has seen the end means
+    to start anew with the same command."""
     pod = pod(2)
 
     def both(*args, **env):
