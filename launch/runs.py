@@ -105,7 +105,8 @@ def chips():
 # ---- Records and logs ----
 
 def records(name=''):
-    """Those of all runs of this name, or of all, the newest first; `alive` tells whether its supervisor is."""
+    """Those of all runs of this name, or of all: first those whose supervisor is alive (`alive`), each kind newest
+    first. A start that was refused is newer than the run that is alive."""
     found = []
     for path in glob.glob(f'{glob.escape(str(home()))}/{glob.escape(name) or "*"}/*/run.json'):
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -113,7 +114,7 @@ def records(name=''):
             record['alive'] = 'code' not in record and is_ours(record, 'pid', 'ticks')
             record['folder'] = os.path.dirname(path)
             found.append(record)
-    return sorted(found, key=lambda r: -r['started'])
+    return sorted(found, key=lambda r: (not r['alive'], -r['started']))
 
 
 def is_ours(record, pid, began):

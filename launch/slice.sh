@@ -246,7 +246,7 @@ launch() { # to the end of the run
 }
 
 keep_alive() { # keep_alive TYPE SCRIPT ARGS...
-  local type=$1 log quick=0 again=0 began code state first='' lost='' detached=96
+  local type=$1 log quick=0 again=0 began code state first='' lost='' begun='' detached=96
   shift
   command=("$@")
   name_run "$@"
@@ -270,7 +270,13 @@ keep_alive() { # keep_alive TYPE SCRIPT ARGS...
       sleep "$nap"
       continue
     fi
-    began=$SECONDS code=0
+    # The run may be alive, when this was started and ended before.
+    if [ -z "$begun" ] && confirmed 0 runs "python3 - status '$run'" &&
+      text 0 | grep -q "^$run [^ ]*: [a-z]*, pid "; then
+      lost=yes
+      note "run $run is alive: it is followed"
+    fi
+    began=$SECONDS code=0 begun=yes
     if [ -n "$lost" ]; then # out of sight for a while: the run may be alive
       (follow "$run" '') 2>&1 | tee "$tmp/last" || code=${PIPESTATUS[0]}
     else

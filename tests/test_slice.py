@@ -309,8 +309,13 @@ def test_keep_alive_deletes_nothing_when_its_own_network_fails(laptop):
         laptop.fault('error', 'Unable to reach the server')
     p = laptop.start('--keep-alive', 'v5e-16', '--spot', 'train_toy.py')
     laptop.until_all_run()
+    os.killpg(p.pid, signal.SIGKILL)  # the laptop; the same command follows the run
+    p = laptop.start('--keep-alive', 'v5e-16', '--spot', 'train_toy.py')
+    log = laptop.checkout / 'out/keep-alive-pod-train_toy.log'
+    wait_for(lambda: log.exists() and 'train_toy is alive' in log.read_text())
     (laptop.cloud / 'end').touch()
     out, err = p.communicate(timeout=30)
+    assert [laptop.started(i) for i in range(2)] == [1, 1]
     assert p.returncode == 0 and 'is complete, after 0 repeats' in err, err
     assert not [c for c in laptop.calls() if c[3] == 'delete'] and sum(c[3] == 'create' for c in laptop.calls()) == 1
 
@@ -397,6 +402,8 @@ def test_two_runs_at_once_are_told_apart(laptop):
         assert re.fullmatch(r'-m pip install -q -c \S+/requirements.txt gcsfs==2026.10.1', asked)
     refused = laptop.run('train_toy.py', '--out', f'x/{names[0]}')
     assert refused.returncode == 2 and 'is alive on this host' in refused.out
+    assert laptop.run('--logs', RUN=names[0]).returncode == 0  # not those of the refused one
+    assert 'I am' in (laptop.checkout / f'out/logs/pod/{names[0]}/worker_3.txt').read_text()
     assert f'which (RUN=...): {names[1]}, {names[0]}' in laptop.run('--stop').out.replace(
         f'{names[0]}, {names[1]}', f'{names[1]}, {names[0]}')
     assert laptop.run('--stop', RUN=names[0]).returncode == 0

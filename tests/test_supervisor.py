@@ -317,7 +317,8 @@ def test_the_only_host(pod):
 def test_an_endless_line_is_followed(pod):
     """A bar of some library, which prints no end of line."""
     pod = pod(1)
-    p = pod.start(0, do='print("x" * 100_000, end="\\r", flush=True); time.sleep(60)')
+    p = pod.start(0, do='print("x" * 100_000, end="\\r", flush=True); time.sleep(60)',
+                  NANO_SILENCE_S='1')
     wait_for(lambda: pod.started(0))
     home = pod.home(0)
     with open(ROOT / 'launch' / 'runs.py') as program:
