@@ -4,7 +4,7 @@
 #   bash launch.sh                        train_gpt.py with its defaults
 #   bash launch.sh SCRIPT ARGS...         any script of this checkout; ARGS arrive exactly as typed
 #   bash launch.sh test [PYTEST ARGS...]  the tests
-#   TPU=NAME bash launch.sh SCRIPT ARGS   on all workers of a TPU slice; nano/slice.sh has --create and more
+#   TPU=NAME bash launch.sh SCRIPT ARGS   on all workers of a TPU slice; see launch/slice.sh
 #
 # Setting up makes .venv beside this file, with the versions of requirements.txt. Later launches find it and start at
 # once. PYTHON=/path/to/python3.12 chooses the Python, UV=no installs by pip alone. .venv may be deleted at any time.
@@ -23,18 +23,29 @@ scripts() { (cd "$here" && grep -ls "^if __name__ == '__main__':" ./*.py data/*.
 
 need=(requirements.txt)
 case ${1-} in
--h | --help) sed -n '2,10s/^# \{0,1\}//p' "$here/launch.sh"; exit ;;
+-h | --help)
+  sed -sn '2,/^[^#]/s/^# \{0,1\}//p' "$here/launch.sh" "$here/launch/slice.sh"
+  exit ;;
 --create | --delete | --attach | --status | --stop | --logs | --ssh | --keep-alive)
-  exec bash "$here/nano/slice.sh" "$@" ;;
+  exec bash "$here/launch/slice.sh" "$@" ;;
 -*) die "the script comes first, its options after it: bash launch.sh train_gpt.py $1 ..." 2 ;;
 setup) ;; # only sets up; for slice.sh
 test) need+=(tests/requirements.txt) ;;
 *)
   script=$here/${1:-train_gpt.py}
   [ -f "$script" ] || die "no script '${1:-train_gpt.py}'; there are: $(scripts)test" 2
-  [ -z "${TPU-}" ] || { [ $# -gt 0 ] || set -- train_gpt.py; exec bash "$here/nano/slice.sh" "$@"; }
+  [ -z "${TPU-}" ] || { [ $# -gt 0 ] || set -- train_gpt.py; exec bash "$here/launch/slice.sh" "$@"; }
   ;;
 esac
+
+worker=${TPU_WORKER_HOSTNAMES-} # whether this is a worker of a slice
+for tpu in /dev/accel* /dev/vfio/[0-9]*; do [ ! -e "$tpu" ] || worker+=tpu; done
+export HOME=${HOME:-~} # a startup script has none
+if [ -n "$worker" ] && [ "$(id -u)" = 0 ]; then # a startup script again, or sudo
+  owner=$(stat -c %U "$here")
+  case $owner in root | UNKNOWN) ;; *) die "you are root, and $here is $owner's, who could then neither change what is \
+made here nor stop the run: sudo -H -u $owner bash $(printf %q "$here/launch.sh") ..." ;; esac
+fi
 
 # The caller's own Python set-up must neither hide the pins nor send them elsewhere. uv trusts what pip trusts.
 unset PYTHONHOME PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
@@ -161,18 +172,20 @@ if [ "${1-}" = test ]; then
 fi
 [ $# -eq 0 ] || shift
 device=cpu # for a train_*.py where there is neither a TPU nor a --device, and that does not only plan
-hosts=${NANO_ID-} # whether nano/hosts.py runs it: started from afar, or a training on a slice that may have more hosts
-case ${script##*/} in train_*) hosts+=${TPU_WORKER_HOSTNAMES-} ;; *) device= ;; esac
-for tpu in /dev/accel* /dev/vfio/[0-9]*; do [ ! -e "$tpu" ] || { hosts+=${device:+tpu}; device=; }; done
+hosts=${NANO_ID-} # whether launch/host.py runs it: started from afar, or a training on a slice that may have more hosts
+case ${script##*/} in train_*) hosts+=$worker ;; *) device= ;; esac
+previous=
 for arg in "$@"; do
   case $arg in --device | --device=* | --plan | --plan=*) device= ;; esac
-  case $arg in --plan | --plan=* | --export | --export=* | -h | --help) hosts=${NANO_ID-} ;; esac
+  case $arg in --plan | --plan=* | --export | --export=* | -h | --help | --device=cpu) hosts=${NANO_ID-} ;; esac
+  [ "$previous $arg" != '--device cpu' ] || hosts=${NANO_ID-}
+  previous=$arg
 done
-if [ -n "$device" ] && [ -z "$hosts" ]; then # a worker never falls back to its CPU
+if [ -n "$device" ] && [ -z "$hosts$worker" ]; then # a worker never falls back to its CPU
   say 'no TPU here, so it runs with --device cpu'
   set -- --device cpu "$@"
   # XLA allocates its buffers anew for each step; in pages of 2 MB that is 10 to 25% quicker (glibc 2.35 and newer).
   export GLIBC_TUNABLES=${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}
 fi
-[ -z "$hosts" ] || exec "$py" "$here/nano/hosts.py" run "$script" "$@"
+[ -z "$hosts" ] || exec "$py" -P -m launch.host "$script" "$@"
 exec "$py" "$script" "$@"

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nano import UserError, checkpoint, config, fetch, hf, plan, resume, runtime, say, shards, splash
+from launch import fetch
+from nano import UserError, checkpoint, config, hf, plan, resume, runtime, say, shards, splash
 from nano.loader import Loader, eval_batches
 from nano.run import Run
 from nano.tokenizer import load_tokenizer

@@ -31,7 +31,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nano import (UserError, attend, augment, checkpoint, config, fetch, hf, hf_vit, images, pallas, picture, plan,
+from launch import fetch
+from nano import (UserError, attend, augment, checkpoint, config, hf, hf_vit, images, pallas, picture, plan,
                   resume, runtime, say)
 from nano.loader import Loader, eval_batches, eval_examples
 from nano.run import Run

@@ -20,6 +20,7 @@ from typing import Any, Callable
 import torch
 
 from nano import UserError, say
+from nano.store import cause, file_system
 
 STEP = re.compile(r'step_(\d{8})')
 
@@ -71,14 +72,14 @@ class Saver:
             except BaseException as e:  # torch's CheckpointException is no Exception
                 self.failed_last = True
                 self._hosts_lost = self.group is not None and isinstance(e, RuntimeError)  # gloo's
-                self.say(f'error: step {step}: NO CHECKPOINT was written in {self.folder} ({_cause(e)}). Training goes '
+                self.say(f'error: step {step}: NO CHECKPOINT was written in {self.folder} ({cause(e)}). Training goes '
                          f'on; until one is written a stop loses the steps since '
                          f'{self.committed or "the start of this process"}')
                 return
             try:
                 self._prune()
             except Exception as e:  # an object store's client raises its own
-                self.say(f'warning: old checkpoints in {self.folder} are not removed ({_cause(e)}); the next save '
+                self.say(f'warning: old checkpoints in {self.folder} are not removed ({cause(e)}); the next save '
                          f'tries again')
 
         self._thread = threading.Thread(target=write, name='checkpoint')
@@ -120,7 +121,7 @@ def _write(folder: str, step: int, parts: dict[str, Any], meta: dict[str, Any], 
         try:
             before_commit()
         except Exception as e:  # of an object store's client; the weights are worth more than the record
-            say(f'warning: the record was not copied to {folder} ({_cause(e)}): it is on this machine alone')
+            say(f'warning: the record was not copied to {folder} ({cause(e)}): it is on this machine alone')
         files = {path.rsplit('/', 1)[-1]: size for path, size in _files(fs, temp).items()}
         _put(fs, f'{temp}/meta.json', json.dumps({'step': step, 'files': files, **meta}, indent=1))
         if temp != final:
@@ -149,7 +150,7 @@ def _write_parts(folder: str, parts: dict[str, Any], group):
             try:
                 return super().write_data(plan, planner)
             except Exception as e:  # the hosts send one another what failed: of any class that would not always go
-                raise OSError(_cause(e)) from e
+                raise OSError(cause(e)) from e
 
     # per_thread_copy_ahead=0: with torchax imported, copying ahead asks it for a stream and fails.
     writer = Writer(folder, per_thread_copy_ahead=0)
@@ -206,13 +207,13 @@ def load(path: str | Path, tensors: dict[str, torch.Tensor], reader=None):
     except UserError:
         raise
     except FileNotFoundError as e:
-        raise UserError(f'{path} was removed while it was read ({_cause(e)}), as a run does with its oldest: start '
+        raise UserError(f'{path} was removed while it was read ({cause(e)}), as a run does with its oldest: start '
                         f'again') from e
     except (Exception, CheckpointException) as e:  # a damaged pickle raises anything
         for stop, _ in getattr(e, 'failures', {}).values():
             if isinstance(stop, (SystemExit, KeyboardInterrupt)):
                 raise stop from None
-        raise UserError(f'{path} cannot be read ({_cause(e)}): if it is damaged, delete it to use the one before') \
+        raise UserError(f'{path} cannot be read ({cause(e)}): if it is damaged, delete it to use the one before') \
             from e
 
 
@@ -230,7 +231,7 @@ def problem(path: str | Path) -> str | None:
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         return f'meta.json cannot be read ({type(e).__name__})'
     except Exception as e:  # a disk's or a network's failure makes no checkpoint incomplete
-        raise UserError(f'{path}/meta.json cannot be read ({_cause(e)}): try again') from e
+        raise UserError(f'{path}/meta.json cannot be read ({cause(e)}): try again') from e
     found = {name.rsplit('/', 1)[-1]: size for name, size in _files(fs, path).items()}
     for name, size in wanted.items():
         if name not in found:
@@ -307,22 +308,12 @@ def _all(folder: str | Path) -> list[str]:
     except Exception as e:  # an object store's client raises its own: no such bucket, no permission, no login
         if _is_local(fs):
             raise
-        raise UserError(f'{folder}: cannot be listed ({_cause(e)}). Does the bucket exist, and may this machine read '
+        raise UserError(f'{folder}: cannot be listed ({cause(e)}). Does the bucket exist, and may this machine read '
                         f'it? For gs://: gcloud auth application-default login') from e
     return [f'{folder}/{name}' for name in sorted(names) if STEP.fullmatch(name)]
 
 
 # ---- File systems ----
-
-def file_system(path: str | Path):
-    """fsspec's file system of a path or an address. Raises UserError naming the package that it lacks."""
-    import fsspec
-    try:
-        return fsspec.core.url_to_fs(str(path))[0]
-    except (ImportError, ValueError) as e:
-        more = ': python -m pip install gcsfs==2026.10.1' if str(path).startswith(('gs://', 'gcs://')) else ''
-        raise UserError(f'{path}: {e}{more}') from e
-
 
 def check_writable(folder: str):
     """Raises UserError if an object store refuses a small file: no such bucket, no permission."""
@@ -331,7 +322,7 @@ def check_writable(folder: str):
         fs.pipe_file(probe, b'this machine may write here')
         fs.rm(probe)
     except Exception as e:  # each store's client raises its own
-        raise UserError(f'{folder}: cannot be written ({_cause(e)}). Does the bucket exist, and may this machine write '
+        raise UserError(f'{folder}: cannot be written ({cause(e)}). Does the bucket exist, and may this machine write '
                         f'there? For gs://: gcloud auth application-default login') from e
 
 
@@ -407,13 +398,6 @@ def _n_bytes(part: Any) -> int:
     return sum(s.data.nbytes for s in part.shards) if hasattr(part, 'shards') else part.nbytes
 
 
-def _cause(e: BaseException) -> str:
-    """One line: the first failure within torch's CheckpointException, which by itself says only that there are some."""
-    for inner, _ in getattr(e, 'failures', {}).values():
-        return _cause(inner)
-    return f'{type(e).__name__}: {e}'.splitlines()[0]
-
-
 # ---- Several hosts ----
 
 def process_group(count: int):
@@ -440,7 +424,7 @@ def _on_first(group, do: Callable[[], Any]):
         except Exception as e:
             if not group:
                 raise
-            found = [_cause(e)]
+            found = [cause(e)]
     if group:
         torch.distributed.broadcast_object_list(found, 0, group)
     if found[0] is not None:
@@ -453,7 +437,7 @@ def meet(group):
         if group:
             torch.distributed.all_reduce(torch.zeros(1), group=group)  # barrier() would ask for an accelerator
     except RuntimeError as e:
-        raise UserError(f'another host has ended or cannot be reached, see what it says ({_cause(e)})') from e
+        raise UserError(f'another host has ended or cannot be reached, see what it says ({cause(e)})') from e
 
 
 def check_shared(folder: str | Path, group, found: str | None = None):

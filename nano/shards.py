@@ -220,7 +220,7 @@ def read_manifest(folder: str, script: str, or_else: str = '') -> Any:
     """Returns what manifest.json holds, unchecked; DataError says that `script`, or what else, makes such a folder."""
     path = os.path.join(folder, 'manifest.json')
     if '://' in folder:
-        raise DataError(f'{folder}: shards are read from a disk of each machine: copy the folder there (nano/fetch.py)')
+        raise DataError(f'{folder}: shards are read from a disk of each machine: copy the folder there (launch/fetch.py)')
     if not os.path.isdir(folder):
         raise DataError(f'{folder}: no such folder: prepare data with {script}')
     try:

@@ -1,10 +1,13 @@
-"""nano/fetch.py: shards of an object store, played by fsspec's memory, are copied to this machine's disk."""
+"""launch/fetch.py: shards of an object store, played by fsspec's memory, are copied to this machine's disk."""
 import json
+import os
 
 import fsspec
+import numpy as np
 import pytest
 
-from nano import UserError, fetch, shards
+from launch import fetch
+from nano import UserError, images, shards
 
 
 @pytest.fixture
@@ -46,6 +49,37 @@ def test_goes_on_where_it_was_broken_off(bucket, tmp_path, monkeypatch):
     folder = fetch.fetch(address)
     assert asked[:5] == [0, 1000, 2000, 3000, 3000] and asked.count(0) == 1
     shards.verify(folder, shards.load_manifest(folder), ['train', 'val'])
+
+
+def test_images(tmp_path, monkeypatch):
+    """The same for image shards, whose manifest names two files for each."""
+    source, fs, address = str(tmp_path / 'source'), fsspec.filesystem('memory'), f'memory://{tmp_path.name}/images'
+    pixels = [(np.full((4, 4, 1), i, np.uint8), i % 2) for i in range(6)]
+    entries = [images.write_shard(source, split, 0, (4, 4, 1), pixels) for split in ('train', 'val')]
+    images.write_manifest(source, dict(format=1, kind='images', image=[4, 4, 1], classes=['a', 'b'], mean=[.5],
+                                       std=[.3], resize='none', shards=entries, source={}))
+    fs.put(source, address, recursive=True)
+    monkeypatch.setenv('NANO_DATA', str(tmp_path / 'disk'))
+    whole = fs.cat_file(f'{address}/{entries[1]["labels"]["file"]}')
+    fs.pipe_file(f'{address}/{entries[1]["labels"]["file"]}', whole[:-1])
+    with pytest.raises(shards.DataError, match='sha256 is .*damaged there'):
+        fetch.fetch(address)
+    fs.pipe_file(f'{address}/{entries[1]["labels"]["file"]}', whole)
+    folder = fetch.fetch(address)
+    manifest = images.load_manifest(folder)
+    images.verify(folder, manifest, ['train', 'val'])
+    assert images.fingerprint(manifest) == images.fingerprint(images.load_manifest(source))
+    assert len(images.Images(folder, 'val')) == 6
+    fs.rm(address, recursive=True)
+
+
+def test_a_part_of_older_data_is_begun_anew(bucket):
+    address, fs = bucket
+    folder = fetch.folder_of(address)
+    os.makedirs(folder)
+    with open(f'{folder}/train_000000.bin.part', 'wb') as f:
+        f.write(b'?' * 100)
+    shards.verify(fetch.fetch(address), shards.load_manifest(folder), ['train', 'val'])
 
 
 def test_damaged_missing_and_changed(bucket, tmp_path):

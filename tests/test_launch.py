@@ -5,6 +5,7 @@ asked to do, and runs scripts by the Python of these tests. The machine's own to
 """
 import json
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -150,6 +151,26 @@ def test_default_script_working_folder_and_import_path(machine):
     assert json.loads(machine.run('data/text.py', 'x', cwd='/').out)[:2] == [['x'], '/']
 
 
+def test_a_startup_script_has_no_home(machine):
+    machine.python('python3.12', '3.12')
+    (machine.checkout / 'show.py').write_text('import os\nprint(os.environ["HOME"], os.getcwd())\n')
+    done = subprocess.run(['env', '-i', f'PATH={machine.bin}', 'bash', machine.checkout / 'launch.sh', 'show.py'],
+                          cwd='/', stdin=subprocess.DEVNULL, text=True, capture_output=True)
+    assert done.stdout.splitlines()[-1] == f'{pwd.getpwuid(os.getuid()).pw_dir} /', done.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason='only root can give a checkout away')
+def test_root_in_a_users_checkout_of_a_worker(machine):
+    machine.python('python3.12', '3.12')
+    shutil.chown(machine.checkout, 'nobody')
+    for tool in ('id', 'stat'):
+        os.symlink(shutil.which(tool), machine.bin / tool)
+    done = machine.run('train_gpt.py', TPU_WORKER_HOSTNAMES='a,b')
+    assert done.returncode == 1 and "is nobody's, who could then" in done.err and machine.did() == []
+    assert f'sudo -H -u nobody bash {machine.tmp}/a\\ checkout' in done.err
+    assert machine.run('train_gpt.py').returncode == 0  # no worker
+
+
 @pytest.mark.skipif(os.path.exists('/dev/accel0') or os.path.exists('/dev/vfio/0'), reason='this machine has a TPU')
 def test_device_cpu_is_added_and_said_where_there_is_no_tpu(machine):
     machine.python('python3.12', '3.12')
@@ -169,8 +190,11 @@ def test_unknown_script_and_misplaced_options(machine):
         done = machine.run(*args)
         assert done.returncode == 2 and done.err.startswith(f'error: {text}') and done.err.count('\n') == 1
     assert not (machine.checkout / '.venv').exists()
+    (machine.checkout / 'launch').mkdir()
+    shutil.copy(ROOT / 'launch' / 'slice.sh', machine.checkout / 'launch')
     done = machine.run('--help')
     assert done.returncode == 0 and 'bash launch.sh SCRIPT ARGS...' in done.out and 'set -' not in done.out
+    assert '--keep-alive' in done.out
     for name in ('bpe', 'manifest', 'sources'):  # and with this repository's own files
         shutil.copy(ROOT / 'data' / f'{name}.py', machine.checkout / 'data')
     assert machine.run('x').err.endswith('; there are: train_gpt.py, data/manifest.py, data/text.py, test\n')

@@ -111,7 +111,7 @@ def launch(checkout, *args, code=0):
 
 def test_commands_are_found():
     assert len(COMMANDS) >= 10 and [] in COMMANDS and ['test'] in COMMANDS
-    files = re.findall(r'`((?:data|nano|tests)/[\w./]*|[\w]+\.(?:py|sh|txt))`', README)
+    files = re.findall(r'`((?:data|launch|nano|tests)/[\w./]*|[\w]+\.(?:py|sh|txt))`', README)
     made = {'log.txt', 'broken.txt', 'data/shards/text'}
     assert len(files) > 15 and all((ROOT / name).exists() for name in set(files) - made)
 

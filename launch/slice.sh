@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The laptop's side of a TPU slice; launch.sh hands over to it. Only bash and gcloud; nano/hosts.py is the other side.
+# A TPU slice, from a laptop; launch.sh hands over to this. Only bash and gcloud; host.py, runs.py: a worker's side.
 #
 #   bash launch.sh --create v5e-64 [--spot]              asks for a slice as a queued resource, and waits
 #   TPU=NAME ZONE=... bash launch.sh SCRIPT ARGS...      runs a script on all workers and follows it; Ctrl-C detaches
@@ -9,7 +9,8 @@
 #   bash launch.sh --delete                              deletes the slice
 #
 # TPU=NAME says which slice (--create: its type, if it is not set), ZONE= and PROJECT= where, if gcloud's configuration
-# does not, RUN=NAME which run (else the last part of --out), RUNTIME= another software version of the TPU VM.
+# does not, RUN=NAME which run (else the last part of --out), RUNTIME= another software version of the TPU VM. What goes
+# along from here: WANDB_API_KEY, HF_TOKEN, NANO_PORT, NANO_JOIN_S.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -21,6 +22,8 @@ n=0                 # workers of the slice
 
 say() { printf 'slice.sh: %s\n' "$1" >&2; }
 die() { printf 'error: %s\n' "$1" >&2; exit "${2-1}"; }
+[ "${BASH_VERSINFO[0]}" -ge 5 ] || # as on macOS, whose tar and sed differ as well
+  die 'this wants bash 5 and the GNU tools, as Linux has them: take Cloud Shell (https://shell.cloud.google.com)'
 command -v gcloud >/dev/null || die 'there is no gcloud here: https://cloud.google.com/sdk/docs/install, then
   gcloud auth login; gcloud config set project PROJECT'
 
@@ -32,35 +35,49 @@ chips have a quota of their own (--spot), and other zones may have room" ;;
   *SERVICE_DISABLED* | *"has not been used in project"*) say 'run: gcloud services enable tpu.googleapis.com' ;;
   *PERMISSION_DENIED* | *"does not have permission"*) say 'your account (gcloud auth list) needs the role TPU Admin \
 (roles/tpu.admin) in this project (PROJECT=...)' ;;
+  *ALREADY_EXISTS* | *"already exists"*) say "there is a slice ${TPU-} already: use it, or bash launch.sh --delete" ;;
   *"auth login"* | *credentials*) say 'run: gcloud auth login' ;;
   *NOT_FOUND* | *"not found"*) say "there is no slice ${TPU-} in this zone and project: look with gcloud compute tpus \
 queued-resources list, or make it with bash launch.sh --create TYPE" ;;
   *--zone* | *compute/zone*) say 'say where: ZONE=us-east5-b, or gcloud config set compute/zone us-east5-b' ;;
   esac
 }
-ask() { # gcloud, with advice when it fails
-  gcloud compute tpus "$@" "${where[@]}" 2>"$tmp/said" || { advice "$tmp/said"; return 1; }
+quietly() { gcloud compute tpus "$@" "${where[@]}" </dev/null 2>"$tmp/said"; } # it must not wait for an unseen answer
+ask() { quietly "$@" || { advice "$tmp/said"; return 1; }; } # with advice when it fails
+need_name() { # a name as Google has them: others would be taken for a flag, or for a folder
+  [ -n "${TPU-}" ] || die 'say which slice: TPU=NAME bash launch.sh ...' 2
+  [[ $TPU =~ ^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$ ]] ||
+    die "TPU=$TPU is no name: lower-case letters, digits and -, at most 63, a letter first" 2
 }
-need_name() { [ -n "${TPU-}" ] || die 'say which slice: TPU=NAME bash launch.sh ...' 2; }
 
 on() { # on I COMMAND: runs it on worker I; stdin is sent along. One call for each worker: they cannot share a stdin
   gcloud compute tpus tpu-vm ssh "$TPU" "${where[@]}" --worker="$1" --ssh-flag='-o ServerAliveInterval=15' \
     --command="$2"
 }
-confirmed() { # confirmed I FUNCTION COMMAND: until the worker itself says that it is done; gcloud's code does not tell:
-  local i=$1 try # it repeats a lost command by itself, with what is left of stdin, and then nothing may have been done
+sent() { # sent I FUNCTION PROGRAM: FUNCTION's output is the stdin of PROGRAM on worker I
+  # gcloud repeats a command whose connection was lost, with what is left of stdin: it is run only from its first line.
+  { echo '#nano' && "$2"; } | on "$1" "IFS= read -r first && [ \"\$first\" = '#nano' ] && exec $3"
+}
+# What a worker says of itself begins with @, and all text (of pip, of a script) with |; the rest is ssh's.
+text() { sed -n 's/^|//p' "$tmp/out.$1"; }
+confirmed() { # sent, until the worker itself says that it is done: gcloud's exit code does not tell
+  local i=$1 try said
   for try in 1 2 3 4 5; do
-    "$2" "$i" | on "$i" "$3" >"$tmp/out.$i" 2>"$tmp/err.$i" || true
-    if grep -q '^@ok' "$tmp/out.$i"; then return "$(sed -n 's/^@ok //p' "$tmp/out.$i" | tail -n 1)"; fi
-    grep -q '^@failed' "$tmp/out.$i" && return 1
+    sent "$i" "$2" "$3" >"$tmp/out.$i" 2>"$tmp/err.$i" || true
+    said=$(sed -n 's/^@ok \([0-9]*\)$/\1/p' "$tmp/out.$i")
+    [ -z "$said" ] || return "$said"
+    ! grep -q '^@failed$' "$tmp/out.$i" || return 1
     [ "$try" = 5 ] || sleep "$nap"
   done
   echo 'no answer after 5 tries' >>"$tmp/err.$i"
   return 99
 }
+# Each gcloud takes 100 MB of the laptop.
+room() { while [ "$(jobs -rp | wc -l)" -ge "${NANO_AT_ONCE:-32}" ]; do sleep .2; done; }
 all() { # all FUNCTION COMMAND: confirmed, on all workers at once; sets bad to those that failed
   local i pids=()
   for ((i = 0; i < n; i++)); do
+    room
     confirmed "$i" "$@" & pids[i]=$!
     # The first call of a new key writes it to the project's or the slice's metadata, and several at once would race.
     [ "$i" -gt 0 ] || [ -n "${keyed-}" ] || { wait "${pids[0]}" || true; keyed=yes; }
@@ -68,11 +85,11 @@ all() { # all FUNCTION COMMAND: confirmed, on all workers at once; sets bad to t
   bad=()
   for ((i = 0; i < n; i++)); do wait "${pids[i]}" || bad+=("$i"); done
   for i in "${bad[@]}"; do
-    say "worker $i failed: $(tail -qn 3 "$tmp/out.$i" "$tmp/err.$i" 2>/dev/null | tr '\n' ' ')"
+    say "worker $i failed: $({ text "$i" | tail -n 3; tail -n 3 "$tmp/err.$i"; } 2>/dev/null | tr '\n' ' ')"
   done
   [ ${#bad[@]} -eq 0 ]
 }
-hosts() { cat "$root/nano/hosts.py"; } # is itself what the worker's Python reads
+runs() { cat "$root/launch/runs.py"; } # is itself what the worker's Python reads
 
 look() { # sets n and state ('' if gcloud does not tell); fails if the slice is not usable
   local found
@@ -91,7 +108,7 @@ create() { # create TYPE: returns when it can be used
   v6e-*) runtime=v2-alpha-tpuv6e ;;
   v5p-*) runtime=v2-alpha-tpuv5 ;;
   v4-*) runtime=tpu-ubuntu2204-base ;;
-  *) die "no type $type: such as v5e-64, v6e-16, v5p-128 or v4-32 (python train_gpt.py --plan lists them)" 2 ;;
+  *) die "no type '$type': such as v5e-64, v6e-16, v5p-128 or v4-32 (python train_gpt.py --plan lists them)" 2 ;;
   esac
   ask queued-resources create "$TPU" --node-id="$TPU" --accelerator-type="$type" \
     --runtime-version="${RUNTIME:-$runtime}" ${spot:+--spot} --async >/dev/null || return 1
@@ -110,9 +127,11 @@ create() { # create TYPE: returns when it can be used
   done
 }
 delete() {
-  gcloud compute tpus queued-resources describe "$TPU" "${where[@]}" --format='value(state.state)' >/dev/null 2>&1 ||
-    { ask tpu-vm delete "$TPU" --quiet; return; }
-  ask queued-resources delete "$TPU" --force --quiet
+  if quietly queued-resources describe "$TPU" --format='value(state.state)' >/dev/null; then
+    ask queued-resources delete "$TPU" --force --quiet
+  else # made by another command
+    ask tpu-vm delete "$TPU" --quiet
+  fi
 }
 
 # ---- A run ----
@@ -124,10 +143,12 @@ pack() { # the checkout as git would have it, edits included; sets revision
   git ls-files -z --cached --others --exclude-standard | sort -zu |
     while IFS= read -r -d '' file; do [ ! -f "$file" ] || printf '%s\0' "$file"; done >"$tmp/files"
   describe=$(git describe --always --dirty 2>/dev/null || echo new)
-  revision=$describe-$(xargs -0 sha256sum <"$tmp/files" | sha256sum | cut -c1-12)
+  revision=${describe//[^A-Za-z0-9._-]/_}-$(xargs -0 sha256sum -- <"$tmp/files" | sha256sum | cut -c1-12)
   printf '%s\n' "$revision" >"$tmp/.revision"
-  tar -czf "$tmp/checkout.tgz" --null -T "$tmp/files" --transform='s,^,./,' -C "$tmp" --add-file=.revision
+  tar -czf "$tmp/checkout.tgz" --null -T "$tmp/files" --transform='s,^,./,S' -C "$tmp" --add-file=.revision
   cd - >/dev/null
+  local size=$(($(stat -c %s "$tmp/checkout.tgz") >> 20))
+  [ "$size" -lt 100 ] || say "packed, $root has $size MB: what the workers do not need belongs in .gitignore"
 }
 # What a worker's bash reads from stdin does nothing before its last line: a lost connection does nothing by halves.
 send_setup() {
@@ -136,16 +157,16 @@ send_setup() {
 main() {
   trap '' HUP
   mkdir -p ~/nano/checkouts && cd ~/nano/checkouts || return
-  new=$(mktemp -d ./new.XXXXXX)
-  tar -xzf - -C "$new" || { rm -rf "$new"; exit 1; }
+  new=$(mktemp -d ./new.XXXXXX) || return
+  tar -xzf - -C "$new" || { rm -rf "$new"; return 1; }
   mv -T "$new" "$revision" 2>/dev/null || rm -rf "$new" # it is there already
-  if NANO_VENV=$HOME/nano/.venv NANO_ID='' TPU='' bash "$revision/launch.sh" setup 2>&1 &&
-    { [ -z "$more" ] || ../.venv/bin/python -c 'import gcsfs' 2>/dev/null ||
-      ../.venv/bin/python -m pip install -q "$more" 2>&1; }; then
-    echo '@ok 0'
-  else echo '@failed'; fi
+  [ -e "$revision/launch.sh" ] || return
+  NANO_VENV=$HOME/nano/.venv NANO_ID='' TPU='' bash "$revision/launch.sh" setup || return
+  [ -z "$more" ] || ../.venv/bin/python -c 'import gcsfs' 2>/dev/null ||
+    ../.venv/bin/python -m pip install -q -c "$revision/requirements.txt" "$more"
 }
-main; exit
+set -o pipefail
+if main 2>&1 | sed 's/^/|/'; then echo '@ok 0'; else echo '@failed'; fi; exit
 REMOTE
   cat "$tmp/checkout.tgz"
 }
@@ -154,33 +175,39 @@ send_start() {
   printf 'revision=%q run=%q id=%q args=(' "$revision" "$run" "$id"
   printf '%q ' "${command[@]}"
   printf ')\n'
-  for name in WANDB_API_KEY HF_TOKEN; do # to the process alone: no file and no command line has them
+  for name in WANDB_API_KEY HF_TOKEN NANO_PORT NANO_JOIN_S; do # to the process alone: in no file, no command line
     [ -z "${!name-}" ] || printf 'export %s=%q\n' "$name" "${!name}"
   done
   cat <<'REMOTE'
 main() {
   trap '' HUP
   folder=$HOME/nano/runs/$run/$id
-  mkdir -p "${folder%/*}"
-  if mkdir "$folder" 2>/dev/null; then # else this worker has the run already: it never starts twice
-    cd ~/nano
-    NANO_VENV=$HOME/nano/.venv NANO_RUN=$run NANO_ID=$id TPU='' setsid nohup bash "checkouts/$revision/launch.sh" \
-      "${args[@]}" </dev/null >"$folder/launch.txt" 2>&1 &
+  mkdir -p "${folder%/*}" && cd ~/nano || return
+  if said=$(mkdir "$folder" 2>&1); then # else this worker has the run already: it never starts twice
+    NANO_VENV=$HOME/nano/.venv NANO_RUN=$run NANO_ID=$id NANO_DETACHED=yes TPU='' setsid nohup \
+      bash "checkouts/$revision/launch.sh" "${args[@]}" </dev/null >"$folder/launch.txt" 2>&1 &
     echo $! >"$folder/pid"
+  elif [ ! -d "$folder" ]; then
+    echo "|$said"
+    return 1
   fi
-  echo '@ok 0'
 }
-main; exit
+if main; then echo '@ok 0'; else echo '@failed'; fi; exit
 REMOTE
 }
-name_run() { # as nano/hosts.py's name_of
+clean() { # clean NAME: as name_of of facts.py
+  local LC_ALL=C name
+  name=${1//[^A-Za-z0-9._-]/_}
+  printf '%s' "${name#"${name%%[^.-]*}"}"
+}
+name_run() { # the same name as facts.py's name_of gives
   local i out=''
   for ((i = 1; i <= $#; i++)); do
     case ${!i} in --out=*) out=${!i#--out=} ;; --out) i=$((i + 1)) && out=${!i-} ;; esac
   done
   out=${out%"${out##*[!/]}"} run=${RUN:-${out##*/}}
   [ -n "$run" ] || { run=${1##*/} && run=${run%.py}; }
-  run=${run//[^A-Za-z0-9._-]/_}
+  run=$(clean "$run") run=${run:-run}
 }
 start() { # the command on all workers
   name_run "${command[@]}"
@@ -188,7 +215,8 @@ start() { # the command on all workers
   say "revision $revision to the $n workers of $TPU, and setting them up (the first time takes minutes)"
   all send_setup 'bash -s' || return 98
   say "all $n workers have $revision: starting run $run ($id)"
-  all send_start 'bash -s' || return 98
+  trap 'say "interrupted: some workers may have started; --stop ends them"; exit 130' INT
+  all send_start 'bash -s' || { trap - INT; return 98; }
 }
 follow() { # follow RUN ID: worker 0's log to its end; returns the run's exit code, 97 if worker 0 cannot be reached
   local name=$1 id=$2 seen=0 tries=0 line code
@@ -198,12 +226,11 @@ follow() { # follow RUN ID: worker 0's log to its end; returns the run's exit co
     while IFS= read -r line; do
       tries=0
       case $line in
+      '|'*) printf '%s\n' "${line#|}" && seen=$((seen + 1)) ;;
       '@run '*) read -r _ name id <<<"$line" ;;
       '@end '*) code=${line#@end } ;;
-      '@ok '*) ;;
-      *) printf '%s\n' "$line" && seen=$((seen + 1)) ;;
       esac
-    done < <(hosts | on 0 "python3 - follow '$name' '$id' $seen" 2>"$tmp/follow.err")
+    done < <(sent 0 runs "python3 - follow '$name' '$id' $seen" 2>"$tmp/follow.err")
     [ -z "$code" ] || { trap - INT; return "$code"; }
     tries=$((tries + 1))
     [ "$tries" -lt 5 ] || { trap - INT; cat "$tmp/follow.err" >&2; return 97; }
@@ -219,7 +246,7 @@ launch() { # to the end of the run
 }
 
 keep_alive() { # keep_alive TYPE SCRIPT ARGS...
-  local type=$1 log quick=0 again=0 began code state first='' lost='' detached=96
+  local type=$1 log quick=0 again=0 began code state first='' lost='' begun='' detached=96
   shift
   command=("$@")
   name_run "$@"
@@ -230,8 +257,7 @@ keep_alive() { # keep_alive TYPE SCRIPT ARGS...
   while :; do
     # A slice is deleted only when Google says that it is gone, and made only when Google says that there is none: the
     # laptop's own network fails too.
-    state=$(gcloud compute tpus queued-resources describe "$TPU" "${where[@]}" --format='value(state.state)' \
-      2>"$tmp/said") ||
+    state=$(quietly queued-resources describe "$TPU" --format='value(state.state)') ||
       case $(<"$tmp/said") in *NOT_FOUND* | *"not found"*) state=none ;; *) state=unknown ;; esac
     case $state in SUSPENDED | FAILED) gone || return; state=none ;; esac
     if [ "$state" = none ]; then
@@ -244,7 +270,13 @@ keep_alive() { # keep_alive TYPE SCRIPT ARGS...
       sleep "$nap"
       continue
     fi
-    began=$SECONDS code=0
+    # The run may be alive, when this was started and ended before.
+    if [ -z "$begun" ] && confirmed 0 runs "python3 - status '$run'" &&
+      text 0 | grep -q "^$run [^ ]*: [a-z]*, pid "; then
+      lost=yes
+      note "run $run is alive: it is followed"
+    fi
+    began=$SECONDS code=0 begun=yes
     if [ -n "$lost" ]; then # out of sight for a while: the run may be alive
       (follow "$run" '') 2>&1 | tee "$tmp/last" || code=${PIPESTATUS[0]}
     else
@@ -270,7 +302,7 @@ keep_alive() { # keep_alive TYPE SCRIPT ARGS...
     if [ $((SECONDS - began)) -lt "${QUICK_S:-600}" ]; then quick=$((quick + 1)); else quick=1 first=''; fi
     [ -n "$first" ] || first=$(grep -A60 'failed first\|nothing was started' "$tmp/last" || tail -n 20 "$tmp/last")
     note "run $run failed with exit code $code ($quick in a row); repeat $again"
-    all hosts "python3 - stop '$run'" || true # what is left of it, such as a stale lock
+    all runs "python3 - stop '$run'" || true # what is left of it, such as a stale lock
     if [ "$quick" -ge "${TRIES:-3}" ]; then
       note "given up after $quick quick failures; the first was: $first"
       return "$code"
@@ -281,12 +313,13 @@ keep_alive() { # keep_alive TYPE SCRIPT ARGS...
 # ---- The command line ----
 
 spot=
-run=${RUN-}
+run=$(clean "${RUN-}") # '': the newest
 case $1 in
 --create)
   [ $# -ge 2 ] || die 'which type? bash launch.sh --create v5e-64 [--spot]' 2
   case ${3-} in --spot) spot=yes ;; ?*) die "--create TYPE [--spot]: $3?" 2 ;; esac
   TPU=${TPU:-$2}
+  need_name
   create "$2"
   say "ready: TPU=$TPU ${ZONE:+ZONE=$ZONE }bash launch.sh SCRIPT ARGS...; it costs until bash launch.sh --delete" ;;
 --delete) need_name; delete ;;
@@ -295,13 +328,13 @@ case $1 in
   need_name; look || exit
   verb=${1#--} code=0
   [ "$verb" != logs ] || verb=log
-  all hosts "python3 - $verb '$run'" || code=1
+  all runs "python3 - $verb '$run'" || code=1
   for ((i = 0; i < n; i++)); do
     if [ "$verb" = log ]; then
       mkdir -p "$root/out/logs/$TPU/${run:-newest}"
-      sed '$d' "$tmp/out.$i" >"$root/out/logs/$TPU/${run:-newest}/worker_$i.txt"
+      text "$i" >"$root/out/logs/$TPU/${run:-newest}/worker_$i.txt"
     else
-      sed "/^@/d; s/^/worker $i: /" "$tmp/out.$i"
+      text "$i" | sed "s/^/worker $i: /"
     fi
   done
   [ "$verb" != log ] || say "the logs are in $root/out/logs/$TPU/${run:-newest}"
@@ -310,7 +343,10 @@ case $1 in
   need_name; look || exit
   [ $# -eq 2 ] || die "--ssh 'COMMAND', in quotes" 2
   pids=() code=0
-  for ((i = 0; i < n; i++)); do (on "$i" "$2" </dev/null 2>&1 | sed "s/^/worker $i: /") & pids[i]=$!; done
+  for ((i = 0; i < n; i++)); do
+    room
+    (on "$i" "$2" </dev/null 2>&1 | sed "s/^/worker $i: /") & pids[i]=$!
+  done
   for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
   exit "$code" ;;
 --keep-alive)
@@ -322,6 +358,7 @@ case $1 in
   keep_alive "$type" "$@" ;;
 -*) die "no option $1; bash launch.sh --help lists them" 2 ;;
 *)
+  need_name
   command=("$@")
   code=0
   launch || code=$?

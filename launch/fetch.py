@@ -1,6 +1,6 @@
 """--data gs://BUCKET/FOLDER: shards cannot be memory-mapped in a bucket, so each host copies them to its own disk.
 
-    python -m nano.fetch ADDRESS     what nano/hosts.py does on each host before the script starts
+    python -P -m launch.fetch ADDRESS     what host.py does on each host before the script starts
 
 In parallel, and resumable: a file has another name until its sha256 is the manifest's, and what is there is not fetched
 again. The manifest comes last, as its presence means complete. NANO_DATA is the folder for all of them.
@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any, Callable
 
-from nano import UserError, say
+from nano import UserError, say, store
+from nano.shards import DataError, file_sha256, parallel, rename
 
 CHUNK = 16 << 20
 
@@ -29,9 +30,7 @@ def fetch(data: str, log: Callable[[str], Any] = say) -> str:
     Raises UserError (DataError for a file that is not what the manifest says)."""
     if '://' not in data:
         return data
-    from nano.checkpoint import _cause, file_system
-    from nano.shards import DataError
-    data, fs = data.rstrip('/'), file_system(data)
+    data, fs = data.rstrip('/'), store.file_system(data)
     folder = Path(folder_of(data))
     try:
         text = fs.cat_file(f'{data}/manifest.json')
@@ -39,9 +38,13 @@ def fetch(data: str, log: Callable[[str], Any] = say) -> str:
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise DataError(f'{data}/manifest.json: is not the manifest of shards ({e}): copy the folder again') from e
     except Exception as e:  # an object store's client raises its own
-        raise UserError(f'{data}: its manifest.json cannot be read ({_cause(e)}). Is it there, and may this machine '
-                        f'read it? For gs://: gcloud storage ls {data}; gcloud auth application-default login') from e
-    folder.mkdir(parents=True, exist_ok=True)
+        raise UserError(f'{data}: its manifest.json cannot be read ({store.cause(e)}). Is it there, and may this '
+                        f'machine read it? For gs://: gcloud storage ls {data}; gcloud auth application-default '
+                        'login') from e
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f'{folder}: cannot be made ({e.strerror}): NANO_DATA=FOLDER is another place for data') from e
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another run of this machine may fetch the same: the second finds it done
@@ -52,8 +55,6 @@ def fetch(data: str, log: Callable[[str], Any] = say) -> str:
 
 
 def _copy(fs, data: str, folder: Path, text: bytes, wanted: dict[str, str], log: Callable[[str], Any]):
-    from nano.checkpoint import _cause
-    from nano.shards import DataError, file_sha256, parallel, rename
     manifest = folder / 'manifest.json'
     if manifest.exists() and manifest.read_bytes() != text:
         manifest.unlink()  # other data are at the address now
@@ -64,22 +65,25 @@ def _copy(fs, data: str, folder: Path, text: bytes, wanted: dict[str, str], log:
             if manifest.exists() or file_sha256(path) == wanted[name]:
                 return
             path.unlink()
-        try:
-            size = fs.info(f'{data}/{name}')['size']
-            with open(part, 'ab') as f:
-                if f.tell() > size:
-                    f.truncate(0)
-                while (at := f.tell()) < size:
-                    f.write(fs.cat_file(f'{data}/{name}', start=at, end=min(at + CHUNK, size)))
-                f.flush()
-                os.fsync(f.fileno())
-        except OSError as e:
-            raise UserError(f'{data}/{name}: cannot be copied to {folder} ({_cause(e)}): start again, it goes on from '
-                            f'there') from e
-        if (found := file_sha256(part)) != wanted[name]:
+        for again in (os.path.exists(part), False):
+            try:
+                size = fs.info(f'{data}/{name}')['size']
+                with open(part, 'ab') as f:
+                    if f.tell() > size:
+                        f.truncate(0)
+                    while (at := f.tell()) < size:
+                        f.write(fs.cat_file(f'{data}/{name}', start=at, end=min(at + CHUNK, size)))
+                    f.flush()
+                    os.fsync(f.fileno())
+            except Exception as e:  # of the disk, or an object store's client's own
+                raise UserError(f'{data}/{name}: cannot be copied to {folder} ({store.cause(e)}): start again, it goes '
+                                'on from there') from e
+            if (found := file_sha256(part)) == wanted[name]:
+                break
             os.unlink(part)
-            raise DataError(f'{data}/{name}: sha256 is {found}, the manifest says {wanted[name]}: damaged there; copy '
-                            'it again')
+            if not again:  # else the part may have been of older data
+                raise DataError(f'{data}/{name}: sha256 is {found}, the manifest says {wanted[name]}: damaged there; '
+                                'copy it again')
         rename(part, str(path))
 
     parallel(one, list(wanted), f'{data}: fetching to {folder}', log)
