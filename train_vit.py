@@ -232,7 +232,7 @@ class ViT:
         # One object each for ever: scan caches what it traced by them.
         self.run_layer, self.remat = {}, []
         if REMAT[cfg.remat] is not None:
-            from nano.scan import keep
+            from nano.trace import keep
             self.remat = [keep(*REMAT[cfg.remat])]
 
     def __call__(self, weights: dict[str, torch.Tensor], images_BCHW: torch.Tensor,
@@ -258,7 +258,7 @@ class ViT:
                 stacked[name] = shard(kept_LR, self.mesh, (None, BATCH))
         run_layer = self.run_layer[T] = self.run_layer.get(T) or partial(layer, cfg, self.mesh, T)
         if cfg.scan:
-            from nano.scan import scan
+            from nano.trace import scan
             x_RD = scan(run_layer, x_RD, stacked, *self.remat)
         else:
             for one in zip(*(t.unbind() for t in stacked.values())):
@@ -437,8 +437,8 @@ def layer_rates(cfg: Config, name: str, device) -> float | torch.Tensor:
     return (cfg.layer_decay ** below_L).view(-1, *[1] * (len(name.split('_')[-1]) - 1))
 
 
-def adamw(cfg: Config, weights: dict[str, torch.Tensor], state: dict, lr: torch.Tensor, scale: torch.Tensor,
-          ok: torch.Tensor):
+def adamw(cfg: Config, weights: dict[str, torch.Tensor], state: dict, grads: dict[str, torch.Tensor], lr: torch.Tensor,
+          scale: torch.Tensor, ok: torch.Tensor):
     """One update (Loshchilov and Hutter 2019, as torch.optim.AdamW), of gradients times `scale`; where `ok` is false
     nothing changes. In place, so that the compiled step writes over its inputs and needs no second copy."""
     state['adam_t'].add_(ok)
@@ -446,7 +446,7 @@ def adamw(cfg: Config, weights: dict[str, torch.Tensor], state: dict, lr: torch.
     bias1, bias2 = 1 - cfg.beta1 ** t, 1 - cfg.beta2 ** t
     ema = ((1 + t) / (10 + t)).clamp(max=cfg.ema)  # the first steps are not remembered for long
     for name, w in weights.items():
-        m, v, g = state[f'adam_m.{name}'], state[f'adam_v.{name}'], w.grad * scale
+        m, v, g = state[f'adam_m.{name}'], state[f'adam_v.{name}'], grads[name] * scale
         new_m, new_v = m.lerp(g, 1 - cfg.beta1), v.lerp(g.square(), 1 - cfg.beta2)
         rate = lr * layer_rates(cfg, name, w.device)
         decay = cfg.weight_decay if len(w.shape) > 1 + ('_L' in name) and name != 'pos_TD' else 0.0
@@ -456,7 +456,6 @@ def adamw(cfg: Config, weights: dict[str, torch.Tensor], state: dict, lr: torch.
             changed.append((state[f'ema.{name}'], new_w + ema * (state[f'ema.{name}'] - new_w)))
         for old, new in changed:
             old.copy_(torch.where(ok, new, old))
-        w.grad = None
 
 
 # ---- One training step and evaluation: each is one graph, compiled once ----
@@ -494,34 +493,38 @@ def middle(x_BCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 
 def train_step(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], state: dict, images_BHWC: torch.Tensor,
                labels_B1: torch.Tensor, lr: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Traces an update; `share` is mixup's. Returns [loss, norm of the gradient, 1 if it was made] on the device.
+    """Makes an update; `share` is mixup's. Returns [loss, norm of the gradient, 1 if it was made] on the device.
 
     The loss is the mean over the global batch, whatever the number of micro-batches. Micro-batch a takes images a,
     a + A, ...: so it has images of each device.
     """
-    import torch_xla.core.xla_model as xm
+    from nano.trace import Loop
     B, A = len(images_BHWC), cfg.accumulate
-    loss = torch.zeros((), device=images_BHWC.device)
-    for a in range(A):
-        some_BHWC = images_BHWC.view(B // A, A, *images_BHWC.shape[1:])[:, a]
-        some_BHWC = shard(some_BHWC, model.mesh, (BATCH, None, None, None))
-        classes_B = labels_B1.view(B // A, A)[:, a].long()
-        with torch.no_grad():
-            targets_BK = F.one_hot(classes_B, cfg.classes).float()
-            x_BCHW, targets_BK = augmented(cfg, model.mesh, some_BHWC, targets_BK, share)
-            targets_BK = targets_BK * (1 - cfg.label_smoothing) + cfg.label_smoothing / cfg.classes
-        part = -(targets_BK * model(weights, x_BCHW, training=True).log_softmax(-1)).sum() / B
-        part.backward()
-        loss = loss + part.detach()
-        if a + 1 < A:  # one after the other: else the compiler keeps the activations of several
-            images_BHWC, labels_B1 = images_BHWC.clone(), labels_B1.clone()
-            xm.optimization_barrier_([*(w.grad for w in weights.values()), loss, images_BHWC, labels_B1])
+
+    def micro_batch(carry, batch):
+        weights, share, grads, loss = carry
+        images_BHWC, labels_B1 = (shard(t, model.mesh, (BATCH, *[None] * (t.dim() - 1))) for t in batch)
+        targets_BK = F.one_hot(labels_B1[:, 0].long(), cfg.classes).float()
+        x_BCHW, targets_BK = augmented(cfg, model.mesh, images_BHWC, targets_BK, share)
+        targets_BK = targets_BK * (1 - cfg.label_smoothing) + cfg.label_smoothing / cfg.classes
+        with torch.enable_grad():
+            trained = {name: w.detach().requires_grad_() for name, w in weights.items()}
+            part = -(targets_BK * model(trained, x_BCHW, training=True).log_softmax(-1)).sum() / B
+            new = torch.autograd.grad(part, list(trained.values()))
+        grads = {name: g + g_new for (name, g), g_new in zip(grads.items(), new)}
+        return (weights, share, grads, loss + part.detach()), None
+
     with torch.no_grad():
-        norm = torch.stack([w.grad.square().sum() for w in weights.values()]).sum().sqrt()
+        grads = {name: shard(torch.zeros_like(w), model.mesh, SHARDING[name]) for name, w in weights.items()}
+        carry = weights, share, grads, torch.zeros((), device=images_BHWC.device)
+        batches = [shard(t.view(B // A, A, *t.shape[1:]).transpose(0, 1), model.mesh,
+                         (None, BATCH, *[None] * (t.dim() - 1))) for t in (images_BHWC, labels_B1)]
+        (_, _, grads, loss), _ = Loop(micro_batch, name='micro_batches')(carry, batches)
+        norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
         # Decided in the graph: the loss is read a step late, when the host could no longer stop a bad update.
         ok = torch.isfinite(norm) & torch.isfinite(loss)
         scale = (cfg.clip / (norm + 1e-6)).clamp(max=1.0) if cfg.clip else torch.ones_like(norm)
-        adamw(cfg, weights, state, lr, scale, ok)
+        adamw(cfg, weights, state, grads, lr, scale, ok)
     return torch.stack([loss, norm, ok.float()])
 
 
@@ -544,16 +547,16 @@ def answers(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], images_BH
     return shard(found_4B, model.mesh, (None, None))
 
 
-def evaluate(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], source: images.Images, rows: np.ndarray,
+def evaluate(cfg: Config, answer, weights: dict[str, torch.Tensor], source: images.Images, rows: np.ndarray,
              to_device, asked_to_stop=lambda: False) -> dict[str, np.ndarray] | None:
     """The answers to a fixed set of images, each once on any number of devices and hosts, as arrays: nll, rank,
-    predicted, confidence and label. None if stopped."""
+    predicted, confidence and label. `answer` is `answers` of a model. None if stopped."""
     import torch_xla
     found, size = [], cfg.global_batch // cfg.accumulate
     for images_BHWC, labels_B1 in eval_batches(source, cfg.eval_images, size, rows, to_device):
         if asked_to_stop():
             return None
-        found.append(answers(cfg, model, weights, images_BHWC, labels_B1))
+        found.append(answer(weights, images_BHWC, labels_B1))
         torch_xla.sync()
     chosen = eval_examples(len(source), cfg.eval_images)
     got = np.concatenate([f.cpu().numpy() for f in found], 1)[:, :len(chosen)]  # behind them the last batch is blank
@@ -652,6 +655,8 @@ def train(cfg: Config, stop: runtime.StopSignal):
     import torch_xla
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.spmd as xs
+
+    from nano.trace import Once
     mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
     row_shards = check_mesh(cfg, mesh)
     flops = flops_per_image(cfg) * cfg.global_batch
@@ -664,6 +669,8 @@ def train(cfg: Config, stop: runtime.StopSignal):
         run.meet()
         weights, state = build(cfg, mesh, run.device)
         model = ViT(cfg, mesh)
+        # Python runs once through each of them: see nano/trace.py.
+        update, answer = Once(partial(train_step, cfg, model), changes=2), Once(partial(answers, cfg, model))
         torch_xla.sync()
         runtime.check_sharding(weights, {name: SHARDING.get(name) for name in weight_shapes(cfg)}, mesh, run.say)
         new_head = start.then.get('classes', cfg.classes) != cfg.classes
@@ -695,7 +702,7 @@ def train(cfg: Config, stop: runtime.StopSignal):
             """Returns False if it was stopped, and then nothing of it is on record: it is owed."""
             if val is None:
                 return True
-            found = evaluate(cfg, model, evaluated, val, run.rows(cfg.global_batch // cfg.accumulate), to_device,
+            found = evaluate(cfg, answer, evaluated, val, run.rows(cfg.global_batch // cfg.accumulate), to_device,
                              stop.asked)
             if found is None or stop.asked():
                 return False
@@ -728,8 +735,8 @@ def train(cfg: Config, stop: runtime.StopSignal):
                 # The device's random numbers depend on seed and step alone: nothing in between can shift them.
                 xm.set_rng_state(runtime.seed_of(cfg.seed, step))
                 share = augment.mixup_share(cfg.mixup, runtime.seed_of(cfg.seed, step, 'mixup'))
-                metrics = train_step(cfg, model, weights, state, images_BHWC, labels_B1,
-                                     *(torch.tensor([x]).to(run.device) for x in (lr, share)))
+                metrics = update(weights, state, images_BHWC, labels_B1,
+                                 *(torch.tensor([x]).to(run.device) for x in (lr, share)))
                 traced = time.perf_counter() - began
                 torch_xla.sync()  # here the graph ends, and the device starts on it as soon as it is free
                 run.stepped(metrics, lr=lr, trace_ms=traced * 1e3, data_wait_s=loader.wait_s)
@@ -746,6 +753,8 @@ def train(cfg: Config, stop: runtime.StopSignal):
 def step_to_plan(cfg: Config, mesh, device) -> plan.Step:
     """What --plan compiles: the step that a run makes, on weights that hold nothing."""
     import torch_xla.distributed.spmd as xs
+
+    from nano.trace import Once
     check(cfg)  # once more: --search varies what was checked
     side, channels, classes = cfg.image_size or 28, cfg.channels or 3, cfg.classes or 1000
     cfg = fitted(cfg, side, side, channels, classes, [0.5] * channels, [0.5] * channels)
@@ -755,9 +764,9 @@ def step_to_plan(cfg: Config, mesh, device) -> plan.Step:
                  labels_B1=torch.zeros((cfg.global_batch, 1), dtype=torch.int32, device=device))
     for t, spec in zip(batch.values(), ((BATCH, None, None, None), (BATCH, None))):
         xs.mark_sharding(t, mesh, spec)
-    (lr, share), model = torch.zeros(2, 1, device=device), ViT(cfg, mesh)
-    return plan.Step(weights, state, batch | dict(lr=lr, share=share),
-                     lambda: train_step(cfg, model, weights, state, *batch.values(), lr, share), 'images',
+    batch |= dict(zip(('lr', 'share'), torch.zeros(2, 1, device=device)))
+    update = Once(partial(train_step, cfg, ViT(cfg, mesh)), changes=2)
+    return plan.Step(weights, state, batch, lambda: update(weights, state, *batch.values()), 'images',
                      cfg.global_batch, cfg.steps, flops_per_image(cfg) * cfg.global_batch, FLOPS_RULE)
 
 

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 
 import train_vit
 from nano import UserError, augment, hf_vit, images, picture, runtime
+from nano.trace import Once
 from test_gpt import close, whole
 from test_runs import stored
 
@@ -51,6 +53,10 @@ def sent(cfg, mesh, batch):
     spec = (train_vit.BATCH, None, None, None)
     return [xm.send_cpu_data_to_device([t], torch_xla.device(), xs.ShardingSpec(mesh, spec[:t.ndim]))[0]
             for t in (torch.as_tensor(batch[0]), torch.as_tensor(batch[1])[:, None])]
+
+
+def answers_of(cfg, mesh):
+    return Once(partial(train_vit.answers, cfg, train_vit.ViT(cfg, mesh)))
 
 
 # ---- The model ----
@@ -240,10 +246,10 @@ def device_steps(cfg, mesh, weights, batches, lrs):
             with torch.no_grad():
                 state[f'ema.{n}'].copy_(w)
     torch_xla.sync()
-    model, out, compiled = train_vit.ViT(cfg, mesh), [], runtime.n_compiles()
+    update = Once(partial(train_vit.train_step, cfg, train_vit.ViT(cfg, mesh)), changes=2)
+    out, compiled = [], runtime.n_compiles()
     for batch, lr in zip(batches, lrs):
-        metrics = train_vit.train_step(cfg, model, weights, state, *sent(cfg, mesh, batch),
-                                       *(torch.tensor([x]).to(device) for x in (lr, 1.0)))
+        metrics = update(weights, state, *sent(cfg, mesh, batch), *(torch.tensor([x]).to(device) for x in (lr, 1.0)))
         torch_xla.sync()
         loss, norm, ok = metrics.cpu().tolist()
         assert ok == 1
@@ -311,7 +317,7 @@ def test_each_image_is_counted_once(devices, image_set):
     source = images.Images(str(image_set), 'val')
     on_device = {n: w.to(torch_xla.device()) for n, w in weights.items()}
     rows = np.arange(16)
-    found = train_vit.evaluate(cfg, train_vit.ViT(cfg, mesh), on_device, source, rows, lambda *batch: sent(cfg, mesh, batch))
+    found = train_vit.evaluate(cfg, answers_of(cfg, mesh), on_device, source, rows, lambda *batch: sent(cfg, mesh, batch))
     # Each device has the images that its host reads, and all answers, so that each host can read them.
     batch = sent(cfg, mesh, (np.arange(16, dtype=np.uint8)[:, None, None, None].repeat(16, 1).repeat(16, 2), np.arange(16)))
     answers = train_vit.answers(cfg, train_vit.ViT(cfg, mesh), on_device, *batch)
@@ -339,10 +345,10 @@ def test_each_image_is_counted_once(devices, image_set):
             error += abs((p.argmax(-1) == labels_B)[here].float().mean() - confidence[here].mean()) * here.float().mean()
     assert s['val_calibration'] == pytest.approx(float(error), abs=1e-5)
     lost = {n: w * math.nan for n, w in on_device.items()}
-    s = train_vit.scores(train_vit.evaluate(cfg, train_vit.ViT(cfg, mesh), lost, source, rows,
+    s = train_vit.scores(train_vit.evaluate(cfg, answers_of(cfg, mesh), lost, source, rows,
                                             lambda *batch: sent(cfg, mesh, batch)))
     assert math.isnan(s['val_loss']) and s['val_top1'] == s['val_top5'] == 0
-    some = train_vit.evaluate(replace(cfg, eval_images=20), train_vit.ViT(cfg, mesh), on_device, source, rows,
+    some = train_vit.evaluate(replace(cfg, eval_images=20), answers_of(cfg, mesh), on_device, source, rows,
                               lambda *batch: sent(cfg, mesh, batch))
     assert len(some['nll']) == 20 and set(np.round(some['nll'], 3)) <= set(np.round(found['nll'], 3))
 
