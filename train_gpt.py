@@ -519,9 +519,9 @@ def next_logits(model: GPT, weights: dict[str, torch.Tensor], ids_BT: torch.Tens
 
 def sample(cfg: Config, logits, weights: dict[str, torch.Tensor], tokenizer, vocab_size: int, separator: int, to_device,
            rows: int, n_tokens: int, asked_to_stop=lambda: False) -> str:
-    """Text after cfg.prompt; `logits` is `next_logits` of a model. The ids stay in a buffer of fixed length on the host,
-    so any length is the same graph; past seq_len the oldest half of them makes room. The tokens are drawn on the host:
-    the same text on any device."""
+    """Text after cfg.prompt; `logits` is `next_logits` of a model. The ids stay in a buffer of fixed length on the
+    host, so any length is the same graph; past seq_len the oldest half of them makes room. The tokens are drawn on the
+    host: the same text on any device."""
     import torch_xla
     T = cfg.seq_len
     generator = torch.Generator().manual_seed(runtime.seed_of(cfg.seed, 'sample'))
@@ -588,7 +588,7 @@ def train(cfg: Config, stop: runtime.StopSignal):
         raise UserError(f'--vocab_size {cfg.vocab_size}: {cfg.data} has token ids up to {manifest["vocab_size"] - 1}')
     tokenizer_file = manifest['tokenizer'] and os.path.join(cfg.data, manifest['tokenizer']['file'])
     data = dict(data=shards.fingerprint(manifest), separator=manifest['separator'],
-                tokenizer=manifest['tokenizer'] and manifest['tokenizer']['sha256'])
+                tokenizer=manifest['tokenizer'] and manifest['tokenizer']['sha256'], labels=None)
     start = resume.find(cfg, data, SHAPE, MAY_DIFFER, HUGGINGFACE)
     if start.complete(cfg):
         return
@@ -620,8 +620,8 @@ def train(cfg: Config, stop: runtime.StopSignal):
         weights, state = build(cfg, mesh, run.device)
         model = GPT(cfg, mesh)
         # Python runs once through each of them: see nano/trace.py.
-        update, measure, logits = (Once(partial(train_step, cfg, model), changes=2), Once(partial(nll_and_count, model)),
-                                   Once(partial(next_logits, model)))
+        update = Once(partial(train_step, cfg, model), changes=2)
+        measure, logits = Once(partial(nll_and_count, model)), Once(partial(next_logits, model))
         torch_xla.sync()
         check_model(cfg, weights, state, mesh, run.say)
         run.load(weights, state)
@@ -708,8 +708,8 @@ def step_to_plan(cfg: Config, mesh, device) -> plan.Step:
         xs.mark_sharding(t, mesh, (BATCH, None))
     batch['lr'] = torch.zeros(1, device=device)
     update, tokens = Once(partial(train_step, cfg, GPT(cfg, mesh)), changes=2), cfg.global_batch * cfg.seq_len
-    return plan.Step(weights, state, batch, lambda: update(weights, state, *batch.values()), 'tokens', tokens, cfg.steps,
-                     flops_per_token(cfg) * tokens, FLOPS_RULE)
+    return plan.Step(weights, state, batch, lambda: update(weights, state, *batch.values()), 'tokens', tokens,
+                     cfg.steps, flops_per_token(cfg) * tokens, FLOPS_RULE)
 
 
 @cache

@@ -55,8 +55,8 @@ class Config:
     heads: int = 2  # N
     mlp_width: int = 256  # F
     patch: int = 7  # pixels of a patch's side
-    image_size: int = 0  # pixels of the square that the model sees; 0 is that of the data
-    stored_size: int = 0  # pixels of the stored images' shorter side; 0 is that of the data. It is kept for --export
+    image_size: int = 0  # pixels of the square that the model sees, see `seen`; 0 is that of the data
+    stored_size: int = 0  # pixels of the stored images' shorter side; 0 is that of the data. Kept for --export
     channels: int = 0  # C; 0 is those of the data
     classes: int = 0  # K; 0 is those of the data
     pool: str = 'gap'  # what the head sees: gap, the mean of all patches, or cls, a token of its own
@@ -186,7 +186,8 @@ REMAT = {'none': None, 'dots': ('aten.mm.', 'nano.attend_forward.'), 'block': ()
 # `tensor` with the heads or the hidden width. What has one dimension is small and lies on every device in full.
 #
 # The names are read elsewhere: their ending gives the shape (weight_shapes); with _L they are stacked, and layer() gets
-# its slice; build() chooses the first values, adamw() what decays, layer_rates() and flops_per_image() go by them too.
+# its slice; build() chooses the first values, adamw() what decays, layer_rates() and flops_per_image() go by them too;
+# and nano/hf_vit.py has a name for each in timm's format.
 SHARDING = {
     'embed_ED': (None, 'fsdp'), 'embed_bias_D': (None,), 'cls_D': (None,), 'pos_TD': (None, 'fsdp'),
     'wq_LDX': (None, 'fsdp', 'tensor'), 'wk_LDX': (None, 'fsdp', 'tensor'), 'wv_LDX': (None, 'fsdp', 'tensor'),
@@ -473,10 +474,10 @@ def augmented(cfg: Config, mesh, images_BHWC: torch.Tensor, targets_BK: torch.Te
         boxes_B4 = augment.random_boxes(B, H, W, device, (cfg.min_area, 1.0))
         x_BCHW = augment.crop(x_BCHW, boxes_B4, flip_B, size, dtype=dtype)
     elif cfg.crop == 'shift':
-        x_BCHW = augment.pad_crop(middle(x_BCHW, size), augment.random_shifts(B, cfg.pad, device),
+        x_BCHW = augment.pad_crop(seen(cfg, x_BCHW), augment.random_shifts(B, cfg.pad, device),
                                   augment.random_shifts(B, cfg.pad, device), flip_B)
     else:
-        x_BCHW = middle(x_BCHW, size)
+        x_BCHW = seen(cfg, x_BCHW)
         x_BCHW = torch.where(flip_B[:, None, None, None], x_BCHW.flip(-1), x_BCHW)
     if cfg.randaugment:
         n, magnitude = randaugment_of(cfg)
@@ -486,9 +487,20 @@ def augmented(cfg: Config, mesh, images_BHWC: torch.Tensor, targets_BK: torch.Te
     return augment.normalize(x_BCHW, *pixel_scale(cfg), dtype), targets_BK
 
 
-def middle(x_BCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    top, left = (x_BCHW.shape[2] - size[0]) // 2, (x_BCHW.shape[3] - size[1]) // 2
-    return x_BCHW[:, :, top:top + size[0], left:left + size[1]]
+SEEN = 0.875  # of an image's side: 224 of 256 pixels, as is usual for ImageNet
+
+
+def seen(cfg: Config, x_BCHW: torch.Tensor) -> torch.Tensor:
+    """What the model sees of an image if nothing is drawn at random: --image_size pixels in its middle. If that is less
+    than SEEN of its side, then so much of it, resized. uint8, as is x."""
+    (H, W), size = x_BCHW.shape[2:], cfg.image_size
+    if size >= SEEN * min(H, W):
+        top, left = round((H - size) / 2), round((W - size) / 2)  # as torchvision's CenterCrop
+        return x_BCHW[:, :, top:top + size, left:left + size]
+    half, device = SEEN * min(H, W) / 2, x_BCHW.device
+    box_4 = torch.tensor([W / 2 - half, H / 2 - half, W / 2 + half, H / 2 + half], device=device)
+    boxes_B4, flip_B = box_4.expand(len(x_BCHW), 4), torch.zeros(len(x_BCHW), dtype=torch.bool, device=device)
+    return augment.crop(x_BCHW, boxes_B4, flip_B, (size, size), dtype=matmul_dtype(cfg))
 
 
 def train_step(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], state: dict, images_BHWC: torch.Tensor,
@@ -533,7 +545,7 @@ def answers(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], images_BH
             labels_B1: torch.Tensor) -> torch.Tensor:
     """For each image [4, B] in float32: -log p(label), the number of classes that are likelier than the label, the
     likeliest class, and its probability. For the blank images that fill up the last batch they mean nothing."""
-    x_BCHW = middle(images_BHWC.permute(0, 3, 1, 2), (cfg.image_size, cfg.image_size))
+    x_BCHW = seen(cfg, images_BHWC.permute(0, 3, 1, 2))
     log_p_BK = model(weights, augment.normalize(x_BCHW, *pixel_scale(cfg), matmul_dtype(cfg))).log_softmax(-1)
     labels_B1 = labels_B1.clamp(min=0).long()
     at_label_B1 = log_p_BK.gather(-1, labels_B1)
@@ -634,6 +646,7 @@ def fitted(cfg: Config, height: int, width: int, channels: int, classes: int, me
                         f'{channels}: data/images.py makes shards with 3, or with 1 (--grey)')
     if cfg.classes < classes:
         raise UserError(f'the model has {cfg.classes} classes (--classes), {cfg.data} has {classes}')
+    pixel_scale(cfg)
     return cfg
 
 
@@ -643,7 +656,7 @@ def train(cfg: Config, stop: runtime.StopSignal):
     manifest = images.load_manifest(cfg.data)
     names = manifest['classes']
     cfg = fitted(cfg, *manifest['image'], len(names), manifest['mean'], manifest['std'])
-    data = dict(data=images.fingerprint(manifest), separator=None, tokenizer=None)
+    data = dict(data=images.fingerprint(manifest), separator=None, tokenizer=None, labels=names)
     start = resume.find(cfg, data, SHAPE, MAY_DIFFER, THEIRS)
     if start.goes_on and bool(then := start.meta['config'].get('ema')) != bool(cfg.ema):
         raise UserError(f'--ema {cfg.ema}: the run in {cfg.out} has {then}, and a mean of the weights begins with the '
@@ -673,9 +686,11 @@ def train(cfg: Config, stop: runtime.StopSignal):
         update, answer = Once(partial(train_step, cfg, model), changes=2), Once(partial(answers, cfg, model))
         torch_xla.sync()
         runtime.check_sharding(weights, {name: SHARDING.get(name) for name in weight_shapes(cfg)}, mesh, run.say)
-        new_head = start.then.get('classes', cfg.classes) != cfg.classes
+        labels = hf_vit.labels(start.path) if start.reader else start.labels
+        new_head = bool(start.then) and (start.then['classes'] != cfg.classes or (labels or names) != names)
         if start.then:
-            run.say('the head begins anew, for other classes' if new_head else 'the head is kept: as many classes')
+            run.say('the head begins anew: for other classes' if new_head else
+                    f'the head is kept: {"the same classes" if labels else "as many classes; their names are unknown"}')
         run.load(weights, state, leave_out={'head_DK', 'head_bias_K'} if new_head else set())
         evaluated = {name: state[f'ema.{name}'] for name in weights} if cfg.ema else weights
         if cfg.ema and start.path and not start.goes_on:
@@ -717,13 +732,16 @@ def train(cfg: Config, stop: runtime.StopSignal):
             run.evaluated(step, **s)
             run.say(what)
             if step:
-                confusion_KK = np.zeros((cfg.classes, cfg.classes), np.int64)
-                np.add.at(confusion_KK, (found['label'], found['predicted'].astype(int)), 1)
-                some = eval_examples(len(val), cfg.eval_images)[:64]
+                confusion_KK = None
+                if cfg.classes <= 100:  # more are not readable
+                    confusion_KK = np.zeros((cfg.classes, cfg.classes), np.int64)
+                    np.add.at(confusion_KK, (found['label'], found['predicted'].astype(int)), 1)
+                evaluated_N = eval_examples(len(val), cfg.eval_images)
+                some = eval_examples(len(evaluated_N), 64)  # spread evenly: shards may be in the order of the classes
                 run.track.write(f'samples/step_{step:08d}.svg', picture.report(
-                    what, val.read(some)[0], found['label'][:64], found['predicted'][:64].astype(int),
-                    found['confidence'][:64], [*names, *(f'class {k}' for k in range(len(names), cfg.classes))],
-                    confusion_KK if cfg.classes <= 100 else None))
+                    what, val.read(evaluated_N[some])[0], found['label'][some], found['predicted'][some].astype(int),
+                    found['confidence'][some], [*names, *(f'class {k}' for k in range(len(names), cfg.classes))],
+                    confusion_KK))
             return True
 
         with Loader(source, cfg.global_batch, cfg.seed, run.meta['consumed'], run.rows(cfg.global_batch), to_device,
@@ -783,7 +801,7 @@ def export(cfg: Config):
     with torch.no_grad():
         found['pos_TD'] = position_table(then, found.get('pos_TD'), then.image_size // then.patch, torch.device('cpu'))
     dtype = torch.float32 if cfg.dtype == 'auto' else matmul_dtype(cfg)
-    hf_vit.write(cfg.export, asdict(then), found, dtype)
+    hf_vit.write(cfg.export, asdict(then), found, meta['labels'], SEEN, dtype)
     print(f'wrote {cfg.export}: the weights of {source} in timm\'s names, {dtype}')
 
 

@@ -3,9 +3,9 @@
 PyTorch/XLA runs a step's Python each time, only to find the graph that it has compiled already. `Once` keeps what the
 first run traced and calls it as one operator: the host needs some milliseconds for a step of any depth. `Loop` is a
 function along the first dimension of its inputs, compiled once for all turns (an XLA While), such as micro-batches.
-`scan` is a loop of a layer over its stacked weights, with gradients. As in torch_xla's own, AOTAutograd traces the layer
-forward and backward; but that one's loop holds all weights once more to copy their sharding, which here the layer says
-itself (`mark_sharding_with_gradients`).
+`scan` is a loop of a layer over its stacked weights, with gradients. As in torch_xla's own, AOTAutograd traces the
+layer forward and backward; but that one's loop holds all weights once more to copy their sharding, which here the layer
+says itself (`mark_sharding_with_gradients`).
 """
 import contextlib
 import operator
@@ -53,9 +53,9 @@ class Once:
 
 
 class Loop:
-    """`carry, results = body(carry, slices)` along the first dimension of `xs`, from its end with `reverse`: all of these
-    are tensors, or nests of lists and dicts of tensors and None. The results are stacked. Traced at the first call, for
-    these shapes. Not differentiable: it is the body that may compute gradients."""
+    """`carry, results = body(carry, slices)` along the first dimension of `xs`, from its end with `reverse`: all of
+    these are tensors, or nests of lists and dicts of tensors and None. The results are stacked. Traced at the first call,
+    for its shapes. Not differentiable: it is the body that may compute gradients."""
 
     def __init__(self, body: Callable, reverse: bool = False, name: str = 'loop'):
         self.body, self.reverse, self.name, self.computation = body, reverse, name, None
@@ -92,7 +92,7 @@ class Loop:
         return self._form_of_carry(out), self._form_of_results(results)
 
     def _lower(self, inputs: list[torch.Tensor], sizes: tuple[int, ...], n: int):
-        def whole(i, value):  # of 32 bits: of 64 a TPU makes two numbers, and then it is not seen how many turns there are
+        def whole(i, value):  # of 32 bits: a TPU makes two of one of 64, and then its compiler cannot count the turns
             return xb.Op.scalar(i.builder(), value, dtype=xb.Type.S32)
 
         def turn(i, *rest):
