@@ -215,42 +215,39 @@ def flops_per_token(cfg: Config) -> float:
     return 6 * n_matmul + 6 * cfg.layers * cfg.heads * cfg.head_size * cfg.seq_len
 
 
-class GPT(torch.nn.Module):
-    """The weights, by the names of the table, and the forward pass. `mesh` None is a plain model on one device."""
+class GPT:
+    """The forward pass, of weights by the names of the table. `mesh` None is a plain model on one device."""
 
-    def __init__(self, cfg: Config, weights: dict[str, torch.nn.Parameter], mesh=None):
-        super().__init__()
+    def __init__(self, cfg: Config, mesh=None):
         self.cfg, self.mesh = cfg, mesh
-        for name, w in weights.items():
-            self.register_parameter(name, w)
-        if cfg.tied:
-            self.head_VD = self.embed_VD
-        self.layer_names = [name for name in weights if '_L' in name]
         # One object each for ever: scan caches what it traced by them.
         self.run_layer, self.remat = partial(layer, cfg, mesh), []
         if REMAT[cfg.remat] is not None:
-            from nano.scan import keep
+            from nano.trace import keep
             self.remat = [keep(*REMAT[cfg.remat])]
 
-    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+    def __call__(self, weights: dict[str, torch.Tensor], ids_BT: torch.Tensor, training: bool = False) -> torch.Tensor:
         """Token ids -> the vectors x_BTD before the head."""
         cfg = self.cfg
-        x_BTD = F.embedding(ids_BT, self.embed_VD).to(matmul_dtype(cfg))
+        x_BTD = F.embedding(ids_BT, weights['embed_VD']).to(matmul_dtype(cfg))
         x_BTD = shard(x_BTD, self.mesh, (BATCH, None, None))
-        stacked = {name: getattr(self, name) for name in self.layer_names}
-        if cfg.dropout and self.training:
+        stacked = {name: w for name, w in weights.items() if '_L' in name}
+        if training and cfg.dropout:
             # Made out here because a mask made in the scanned layer would be the same one in each.
             for name in ('drop_attn_LBTD', 'drop_mlp_LBTD'):
                 kept = torch.rand((cfg.layers, *x_BTD.shape), device=x_BTD.device) >= cfg.dropout
                 stacked[name] = shard(kept.to(x_BTD.dtype) / (1 - cfg.dropout), self.mesh,
                                       (None, BATCH, None, None))
         if cfg.scan:
-            from nano.scan import scan
+            from nano.trace import scan
             x_BTD = scan(self.run_layer, x_BTD, stacked, *self.remat)
         else:
             for one in zip(*(w.unbind() for w in stacked.values())):
                 x_BTD = self.run_layer(x_BTD, dict(zip(stacked, one)))
-        return rms_norm(x_BTD, self.final_norm_D, cfg.norm_eps)
+        return rms_norm(x_BTD, weights['final_norm_D'], cfg.norm_eps)
+
+    def head_VD(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return weights['embed_VD' if self.cfg.tied else 'head_VD']
 
 
 def layer(cfg: Config, mesh, x_BTD: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -345,11 +342,12 @@ def matmul_dtype(cfg: Config) -> torch.dtype:
     return getattr(torch, cfg.dtype if cfg.dtype != 'auto' else 'bfloat16' if cfg.device == 'tpu' else 'float32')
 
 
-def loss_sums(model: GPT, ids_BT: torch.Tensor, targets_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_sums(model: GPT, weights: dict[str, torch.Tensor], ids_BT: torch.Tensor, targets_BT: torch.Tensor,
+              training: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """(-log p(target), the same plus z_loss * log(Z)^2), each summed over the targets that are not IGNORE, in float32.
     The second is what training makes small; the z-loss is PaLM's (Chowdhery et al. 2022, section 5)."""
-    x_BTD = model(ids_BT)
-    logits_BTV = matmul(x_BTD, model.head_VD.t()).float()
+    x_BTD = model(weights, ids_BT, training)
+    logits_BTV = matmul(x_BTD, model.head_VD(weights).t()).float()
     V = logits_BTV.shape[-1]
     if V > model.cfg.vocab_size:  # rows that only fill up the table are no tokens
         logits_BTV = torch.where(torch.arange(V, device=x_BTD.device) < model.cfg.vocab_size, logits_BTV, -1e30)
@@ -371,8 +369,8 @@ def shard(t: torch.Tensor, mesh, spec: tuple) -> torch.Tensor:
     return xs.mark_sharding_with_gradients(t, mesh, spec)
 
 
-def build(cfg: Config, mesh, device) -> tuple[GPT, dict[str, torch.Tensor]]:
-    """The model and its optimizer state, sharded over the mesh.
+def build(cfg: Config, mesh, device) -> tuple[dict[str, torch.nn.Parameter], dict[str, torch.Tensor]]:
+    """The weights and the optimizer's state, sharded over the mesh.
 
     One weight at a time passes through the host; its first values depend on the seed and its name alone, so every host
     makes the same. Norms start at 1, biases at 0, matrices with deviation 0.02, smaller where a layer adds to the
@@ -391,7 +389,7 @@ def build(cfg: Config, mesh, device) -> tuple[GPT, dict[str, torch.Tensor]]:
         for moment in ('adam_m', 'adam_v'):
             state[f'{moment}.{name}'] = torch.zeros(shape, device=device)
             xs.mark_sharding(state[f'{moment}.{name}'], mesh, spec)
-    return GPT(cfg, weights, mesh), state
+    return weights, state
 
 
 def check_mesh(cfg: Config, mesh) -> int:
@@ -407,11 +405,8 @@ def check_mesh(cfg: Config, mesh) -> int:
     return row_shards
 
 
-def check_model(cfg: Config, model: GPT, state: dict, mesh, say):
+def check_model(cfg: Config, weights: dict[str, torch.Tensor], state: dict, mesh, say):
     """Guards against training that goes wrong without an error: each has cost somebody a run."""
-    weights = dict(model.named_parameters())
-    if cfg.tied and model.head_VD is not model.embed_VD:
-        raise UserError('head_VD and embed_VD are two weights, though --tied: tie them after moving to the device')
     for moment in ('adam_m', 'adam_v'):
         if {n for n in state if n.startswith(moment)} != {f'{moment}.{n}' for n in weights}:
             raise UserError(f'the optimizer\'s {moment} does not belong to the model\'s weights, one for one')
@@ -437,86 +432,98 @@ def lr_at(cfg: Config, step: int) -> float:
     return cfg.lr * share
 
 
-def adamw(cfg: Config, model: GPT, state: dict, lr: torch.Tensor, scale: torch.Tensor, ok: torch.Tensor):
+def adamw(cfg: Config, weights: dict[str, torch.Tensor], state: dict, grads: dict[str, torch.Tensor], lr: torch.Tensor,
+          scale: torch.Tensor, ok: torch.Tensor):
     """One update (Loshchilov and Hutter 2019, as torch.optim.AdamW), of gradients times `scale`; where `ok` is false
     nothing changes. In place, so that the compiled step writes over its inputs and needs no second copy."""
     state['adam_t'].add_(ok)
     bias1, bias2 = 1 - cfg.beta1 ** state['adam_t'], 1 - cfg.beta2 ** state['adam_t']
-    for name, w in model.named_parameters():
-        m, v, g = state[f'adam_m.{name}'], state[f'adam_v.{name}'], w.grad * scale
+    for name, w in weights.items():
+        m, v, g = state[f'adam_m.{name}'], state[f'adam_v.{name}'], grads[name] * scale
         new_m, new_v = m.lerp(g, 1 - cfg.beta1), v.lerp(g.square(), 1 - cfg.beta2)
         decay = 0.0 if 'norm' in name or 'bias' in name else cfg.weight_decay
         new_w = w * (1 - lr * decay) - lr * (new_m / bias1) / ((new_v / bias2).sqrt() + cfg.adam_eps)
         for old, new in ((m, new_m), (v, new_v), (w, new_w)):
             old.copy_(torch.where(ok, new, old))
-        w.grad = None
 
 
 # ---- One training step, evaluation, sampling: each is one graph, compiled once ----
 
-def train_step(cfg: Config, model: GPT, state: dict, ids_BT: torch.Tensor, targets_BT: torch.Tensor,
-               lr: torch.Tensor) -> torch.Tensor:
-    """Traces an update. Returns [loss, norm of the gradient, 1 if the update was made] on the device.
+def train_step(cfg: Config, model: GPT, weights: dict[str, torch.Tensor], state: dict, ids_BT: torch.Tensor,
+               targets_BT: torch.Tensor, lr: torch.Tensor) -> torch.Tensor:
+    """Makes an update. Returns [loss, norm of the gradient, 1 if it was made] on the device.
 
     The loss is the mean over all targets of the global batch, whatever the number of micro-batches: each micro-batch's
     sum is divided by the count of the whole. Micro-batch a takes rows a, a + A, ...: so it has rows of each device.
     """
-    import torch_xla.core.xla_model as xm
+    from nano.trace import Loop
     B, T = ids_BT.shape
     A = cfg.accumulate
-    n_targets = (targets_BT != shards.IGNORE).sum().clamp(min=1)
-    nll = torch.zeros((), device=ids_BT.device)
-    for a in range(A):
-        ids, targets = ids_BT.view(B // A, A, T)[:, a], targets_BT.view(B // A, A, T)[:, a]
-        nll_sum, objective = loss_sums(model, ids, targets)
-        (objective / n_targets).backward()
-        nll = nll + nll_sum.detach()
-        if a + 1 < A:  # one after the other: else the compiler keeps the logits of several (21.8 GiB in place of 9.0)
-            ids_BT, targets_BT = ids_BT.clone(), targets_BT.clone()
-            xm.optimization_barrier_([*(w.grad for w in model.parameters()), nll, ids_BT, targets_BT])
+
+    def micro_batch(carry, batch):
+        weights, n_targets, grads, nll = carry
+        ids_BT, targets_BT = (shard(t, model.mesh, (BATCH, None)) for t in batch)
+        with torch.enable_grad():
+            trained = {name: w.detach().requires_grad_() for name, w in weights.items()}
+            nll_sum, objective = loss_sums(model, trained, ids_BT, targets_BT, training=True)
+            new = torch.autograd.grad(objective / n_targets, list(trained.values()))
+        grads = {name: g + g_new for (name, g), g_new in zip(grads.items(), new)}
+        return (weights, n_targets, grads, nll + nll_sum.detach()), None
+
     with torch.no_grad():
+        n_targets = (targets_BT != shards.IGNORE).sum().clamp(min=1)
+        grads = {name: shard(torch.zeros_like(w), model.mesh, SHARDING[name]) for name, w in weights.items()}
+        carry = weights, n_targets, grads, torch.zeros((), device=ids_BT.device)
+        batches = [shard(t.view(B // A, A, T).transpose(0, 1), model.mesh, (None, BATCH, None))
+                   for t in (ids_BT, targets_BT)]
+        (_, _, grads, nll), _ = Loop(micro_batch, name='micro_batches')(carry, batches)
         loss = nll / n_targets
-        norm = torch.stack([w.grad.square().sum() for w in model.parameters()]).sum().sqrt()
+        norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
         # Decided in the graph: the loss is read a step late, when the host could no longer stop a bad update.
         ok = torch.isfinite(norm) & torch.isfinite(loss)
         scale = (cfg.clip / (norm + 1e-6)).clamp(max=1.0) if cfg.clip else torch.ones_like(norm)
-        adamw(cfg, model, state, lr, scale, ok)
+        adamw(cfg, weights, state, grads, lr, scale, ok)
     return torch.stack([loss, norm, ok.float()])
 
 
 @torch.no_grad()
-def evaluate(cfg: Config, model: GPT, windows: shards.Windows, rows: np.ndarray, to_device,
-             asked_to_stop=lambda: False) -> float | None:
-    """Mean loss in nats over a fixed set of windows: the same on any number of devices and hosts. None if stopped."""
+def nll_and_count(model: GPT, weights: dict[str, torch.Tensor], ids_BT: torch.Tensor,
+                  targets_BT: torch.Tensor) -> torch.Tensor:
+    """Sum of -log p(target) and the number of targets, [2] in float32."""
+    nll, _ = loss_sums(model, weights, ids_BT, targets_BT)
+    return torch.stack([nll, (targets_BT != shards.IGNORE).sum().float()])
+
+
+def evaluate(cfg: Config, measure, weights: dict[str, torch.Tensor], windows: shards.Windows, rows: np.ndarray,
+             to_device, asked_to_stop=lambda: False) -> float | None:
+    """Mean loss in nats over a fixed set of windows: the same on any number of devices and hosts. `measure` is
+    `nll_and_count` of a model. None if stopped."""
     import torch_xla
-    model.eval()
     sums = []
     for ids_BT, targets_BT in eval_batches(windows, cfg.eval_windows, cfg.global_batch // cfg.accumulate, rows,
                                            to_device):
         if asked_to_stop():
-            model.train()
             return None
-        nll, _ = loss_sums(model, ids_BT, targets_BT)
-        sums.append(torch.stack([nll, (targets_BT != shards.IGNORE).sum().float()]))
+        sums.append(measure(weights, ids_BT, targets_BT))
         torch_xla.sync()
-    model.train()
     nll, n = torch.stack([s.cpu() for s in sums]).double().sum(0).tolist()
     return nll / n
 
 
 @torch.no_grad()
-def next_logits(model: GPT, ids_BT: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+def next_logits(model: GPT, weights: dict[str, torch.Tensor], ids_BT: torch.Tensor,
+                position: torch.Tensor) -> torch.Tensor:
     """Logits of the token after `position`, [B, V] in float32."""
-    x_BD = model(ids_BT).index_select(1, position)[:, 0]
-    return shard(matmul(x_BD, model.head_VD.t()).float(), model.mesh, (None, None))
+    x_BD = model(weights, ids_BT).index_select(1, position)[:, 0]
+    return shard(matmul(x_BD, model.head_VD(weights).t()).float(), model.mesh, (None, None))
 
 
-def sample(cfg: Config, model: GPT, tokenizer, vocab_size: int, separator: int, to_device, rows: int,
-           n_tokens: int, asked_to_stop=lambda: False) -> str:
-    """Text after cfg.prompt. The ids stay in a buffer of fixed length on the host, so any length is the same graph;
-    past seq_len the oldest half of them makes room. The tokens are drawn on the host: the same text on any device."""
+def sample(cfg: Config, logits, weights: dict[str, torch.Tensor], tokenizer, vocab_size: int, separator: int, to_device,
+           rows: int, n_tokens: int, asked_to_stop=lambda: False) -> str:
+    """Text after cfg.prompt; `logits` is `next_logits` of a model. The ids stay in a buffer of fixed length on the
+    host, so any length is the same graph; past seq_len the oldest half of them makes room. The tokens are drawn on the
+    host: the same text on any device."""
     import torch_xla
-    model.eval()
     T = cfg.seq_len
     generator = torch.Generator().manual_seed(runtime.seed_of(cfg.seed, 'sample'))
     prompt = tokenizer.encode(cfg.prompt) if cfg.prompt else []
@@ -528,7 +535,7 @@ def sample(cfg: Config, model: GPT, tokenizer, vocab_size: int, separator: int, 
         context_BT[:, :len(context)] = context
         ids_BT, _ = to_device(context_BT, context_BT)
         position = torch.tensor([len(context) - 1]).to(ids_BT.device)
-        logits_BV = next_logits(model, ids_BT, position)
+        logits_BV = logits(weights, ids_BT, position)
         torch_xla.sync()
         logits_V = logits_BV.cpu()[0, :vocab_size]
         logits_V[separator] = -torch.inf  # one text, not several
@@ -540,7 +547,6 @@ def sample(cfg: Config, model: GPT, tokenizer, vocab_size: int, separator: int, 
         context.append(token)
         if len(context) > T:
             context = context[-max(1, T // 2):]
-    model.train()
     return tokenizer.decode(text)
 
 
@@ -583,7 +589,7 @@ def train(cfg: Config, stop: runtime.StopSignal):
         raise UserError(f'--vocab_size {cfg.vocab_size}: {cfg.data} has token ids up to {manifest["vocab_size"] - 1}')
     tokenizer_file = manifest['tokenizer'] and os.path.join(cfg.data, manifest['tokenizer']['file'])
     data = dict(data=shards.fingerprint(manifest), separator=manifest['separator'],
-                tokenizer=manifest['tokenizer'] and manifest['tokenizer']['sha256'])
+                tokenizer=manifest['tokenizer'] and manifest['tokenizer']['sha256'], labels=None)
     start = resume.find(cfg, data, SHAPE, MAY_DIFFER, HUGGINGFACE)
     if start.complete(cfg):
         return
@@ -592,6 +598,8 @@ def train(cfg: Config, stop: runtime.StopSignal):
     import torch_xla
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.spmd as xs
+
+    from nano.trace import Once
     mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
     row_shards = check_mesh(cfg, mesh)
     tokens_per_step = cfg.global_batch * cfg.seq_len
@@ -610,11 +618,15 @@ def train(cfg: Config, stop: runtime.StopSignal):
                 raise UserError(f'--prompt {cfg.prompt}: its token ids go beyond the vocabulary of {cfg.vocab_size}')
 
         run.meet()
-        model, state = build(cfg, mesh, run.device)
+        weights, state = build(cfg, mesh, run.device)
+        model = GPT(cfg, mesh)
+        # Python runs once through each of them: see nano/trace.py.
+        update = Once(partial(train_step, cfg, model), changes=2)
+        measure, logits = Once(partial(nll_and_count, model)), Once(partial(next_logits, model))
         torch_xla.sync()
-        check_model(cfg, model, state, mesh, run.say)
-        run.load(dict(model.named_parameters()), state)
-        run.say(f'{sum(w.numel() for w in model.parameters()):,} parameters on a mesh (data, fsdp, tensor) = '
+        check_model(cfg, weights, state, mesh, run.say)
+        run.load(weights, state)
+        run.say(f'{sum(w.numel() for w in weights.values()):,} parameters on a mesh (data, fsdp, tensor) = '
                 f'{mesh.mesh_shape}; {tokens_per_step:,} tokens a step: {cfg.global_batch} sequences = {row_shards} '
                 f'(data x fsdp) x {cfg.accumulate} (micro-batches) x '
                 f'{cfg.global_batch // row_shards // cfg.accumulate}; {cfg.steps:,} steps are '
@@ -636,12 +648,13 @@ def train(cfg: Config, stop: runtime.StopSignal):
             nonlocal text
             loss, new_text = None, ''
             if val is not None:
-                loss = evaluate(cfg, model, val, run.rows(cfg.global_batch // cfg.accumulate), to_device, stop.asked)
+                loss = evaluate(cfg, measure, weights, val, run.rows(cfg.global_batch // cfg.accumulate), to_device,
+                                stop.asked)
             if tokenizer is not None:
                 n_ids = min(cfg.vocab_size, tokenizer.vocab_size)  # a vocabulary may be padded: GPT-2's to 50,304
                 n_tokens = cfg.sample_tokens if record and step else 1
-                new_text = sample(cfg, model, tokenizer, n_ids, manifest['separator'], to_device, row_shards, n_tokens,
-                                  stop.asked)
+                new_text = sample(cfg, logits, weights, tokenizer, n_ids, manifest['separator'], to_device, row_shards,
+                                  n_tokens, stop.asked)
             if stop.asked():
                 return False
             text = new_text if record else ''
@@ -665,7 +678,7 @@ def train(cfg: Config, stop: runtime.StopSignal):
                 # The device's random numbers depend on seed and step alone: nothing in between can shift them.
                 xm.set_rng_state(runtime.seed_of(cfg.seed, step))
                 # Not a scalar: torch_xla merges equal scalars (lr and --z_loss both 1e-4) and compiles 0 and 1 in.
-                metrics = train_step(cfg, model, state, ids_BT, targets_BT, torch.tensor([lr]).to(run.device))
+                metrics = update(weights, state, ids_BT, targets_BT, torch.tensor([lr]).to(run.device))
                 traced = time.perf_counter() - began
                 torch_xla.sync()  # here the graph ends, and the device starts on it as soon as it is free
                 run.stepped(metrics, lr=lr, trace_ms=traced * 1e3, data_wait_s=loader.wait_s)
@@ -684,19 +697,20 @@ def train(cfg: Config, stop: runtime.StopSignal):
 def step_to_plan(cfg: Config, mesh, device) -> plan.Step:
     """What --plan compiles: the step that a run makes, on weights that hold nothing."""
     import torch_xla.distributed.spmd as xs
+
+    from nano.trace import Once
     check(cfg)  # once more: --search varies what was checked
     cfg = replace(cfg, vocab_size=cfg.vocab_size or vocabulary_to_plan(cfg.data))
     check_mesh(cfg, mesh)
-    model, state = build(cfg, mesh, device)
+    weights, state = build(cfg, mesh, device)
     batch = {name: torch.zeros((cfg.global_batch, cfg.seq_len), dtype=torch.int32, device=device)
              for name in ('ids_BT', 'targets_BT')}
     for t in batch.values():
         xs.mark_sharding(t, mesh, (BATCH, None))
-    lr = torch.zeros(1, device=device)
-    tokens = cfg.global_batch * cfg.seq_len
-    return plan.Step(dict(model.named_parameters()), state, batch | dict(lr=lr),
-                    lambda: train_step(cfg, model, state, *batch.values(), lr), 'tokens', tokens, cfg.steps,
-                    flops_per_token(cfg) * tokens, FLOPS_RULE)
+    batch['lr'] = torch.zeros(1, device=device)
+    update, tokens = Once(partial(train_step, cfg, GPT(cfg, mesh)), changes=2), cfg.global_batch * cfg.seq_len
+    return plan.Step(weights, state, batch, lambda: update(weights, state, *batch.values()), 'tokens', tokens,
+                     cfg.steps, flops_per_token(cfg) * tokens, FLOPS_RULE)
 
 
 @cache

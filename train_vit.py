@@ -56,8 +56,8 @@ class Config:
     heads: int = 2  # N
     mlp_width: int = 256  # F
     patch: int = 7  # pixels of a patch's side
-    image_size: int = 0  # pixels of the square that the model sees; 0 is that of the data
-    stored_size: int = 0  # pixels of the stored images' shorter side; 0 is that of the data. It is kept for --export
+    image_size: int = 0  # pixels of the square that the model sees, see `seen`; 0 is that of the data
+    stored_size: int = 0  # pixels of the stored images' shorter side; 0 is that of the data. Kept for --export
     channels: int = 0  # C; 0 is those of the data
     classes: int = 0  # K; 0 is those of the data
     pool: str = 'gap'  # what the head sees: gap, the mean of all patches, or cls, a token of its own
@@ -187,7 +187,8 @@ REMAT = {'none': None, 'dots': ('aten.mm.', 'nano.attend_forward.'), 'block': ()
 # `tensor` with the heads or the hidden width. What has one dimension is small and lies on every device in full.
 #
 # The names are read elsewhere: their ending gives the shape (weight_shapes); with _L they are stacked, and layer() gets
-# its slice; build() chooses the first values, adamw() what decays, layer_rates() and flops_per_image() go by them too.
+# its slice; build() chooses the first values, adamw() what decays, layer_rates() and flops_per_image() go by them too;
+# and nano/hf_vit.py has a name for each in timm's format.
 SHARDING = {
     'embed_ED': (None, 'fsdp'), 'embed_bias_D': (None,), 'cls_D': (None,), 'pos_TD': (None, 'fsdp'),
     'wq_LDX': (None, 'fsdp', 'tensor'), 'wk_LDX': (None, 'fsdp', 'tensor'), 'wv_LDX': (None, 'fsdp', 'tensor'),
@@ -233,7 +234,7 @@ class ViT:
         # One object each for ever: scan caches what it traced by them.
         self.run_layer, self.remat = {}, []
         if REMAT[cfg.remat] is not None:
-            from nano.scan import keep
+            from nano.trace import keep
             self.remat = [keep(*REMAT[cfg.remat])]
 
     def __call__(self, weights: dict[str, torch.Tensor], images_BCHW: torch.Tensor,
@@ -259,7 +260,7 @@ class ViT:
                 stacked[name] = shard(kept_LR, self.mesh, (None, BATCH))
         run_layer = self.run_layer[T] = self.run_layer.get(T) or partial(layer, cfg, self.mesh, T)
         if cfg.scan:
-            from nano.scan import scan
+            from nano.trace import scan
             x_RD = scan(run_layer, x_RD, stacked, *self.remat)
         else:
             for one in zip(*(t.unbind() for t in stacked.values())):
@@ -438,8 +439,8 @@ def layer_rates(cfg: Config, name: str, device) -> float | torch.Tensor:
     return (cfg.layer_decay ** below_L).view(-1, *[1] * (len(name.split('_')[-1]) - 1))
 
 
-def adamw(cfg: Config, weights: dict[str, torch.Tensor], state: dict, lr: torch.Tensor, scale: torch.Tensor,
-          ok: torch.Tensor):
+def adamw(cfg: Config, weights: dict[str, torch.Tensor], state: dict, grads: dict[str, torch.Tensor], lr: torch.Tensor,
+          scale: torch.Tensor, ok: torch.Tensor):
     """One update (Loshchilov and Hutter 2019, as torch.optim.AdamW), of gradients times `scale`; where `ok` is false
     nothing changes. In place, so that the compiled step writes over its inputs and needs no second copy."""
     state['adam_t'].add_(ok)
@@ -447,7 +448,7 @@ def adamw(cfg: Config, weights: dict[str, torch.Tensor], state: dict, lr: torch.
     bias1, bias2 = 1 - cfg.beta1 ** t, 1 - cfg.beta2 ** t
     ema = ((1 + t) / (10 + t)).clamp(max=cfg.ema)  # the first steps are not remembered for long
     for name, w in weights.items():
-        m, v, g = state[f'adam_m.{name}'], state[f'adam_v.{name}'], w.grad * scale
+        m, v, g = state[f'adam_m.{name}'], state[f'adam_v.{name}'], grads[name] * scale
         new_m, new_v = m.lerp(g, 1 - cfg.beta1), v.lerp(g.square(), 1 - cfg.beta2)
         rate = lr * layer_rates(cfg, name, w.device)
         decay = cfg.weight_decay if len(w.shape) > 1 + ('_L' in name) and name != 'pos_TD' else 0.0
@@ -457,7 +458,6 @@ def adamw(cfg: Config, weights: dict[str, torch.Tensor], state: dict, lr: torch.
             changed.append((state[f'ema.{name}'], new_w + ema * (state[f'ema.{name}'] - new_w)))
         for old, new in changed:
             old.copy_(torch.where(ok, new, old))
-        w.grad = None
 
 
 # ---- One training step and evaluation: each is one graph, compiled once ----
@@ -475,10 +475,10 @@ def augmented(cfg: Config, mesh, images_BHWC: torch.Tensor, targets_BK: torch.Te
         boxes_B4 = augment.random_boxes(B, H, W, device, (cfg.min_area, 1.0))
         x_BCHW = augment.crop(x_BCHW, boxes_B4, flip_B, size, dtype=dtype)
     elif cfg.crop == 'shift':
-        x_BCHW = augment.pad_crop(middle(x_BCHW, size), augment.random_shifts(B, cfg.pad, device),
+        x_BCHW = augment.pad_crop(seen(cfg, x_BCHW), augment.random_shifts(B, cfg.pad, device),
                                   augment.random_shifts(B, cfg.pad, device), flip_B)
     else:
-        x_BCHW = middle(x_BCHW, size)
+        x_BCHW = seen(cfg, x_BCHW)
         x_BCHW = torch.where(flip_B[:, None, None, None], x_BCHW.flip(-1), x_BCHW)
     if cfg.randaugment:
         n, magnitude = randaugment_of(cfg)
@@ -488,41 +488,56 @@ def augmented(cfg: Config, mesh, images_BHWC: torch.Tensor, targets_BK: torch.Te
     return augment.normalize(x_BCHW, *pixel_scale(cfg), dtype), targets_BK
 
 
-def middle(x_BCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    top, left = (x_BCHW.shape[2] - size[0]) // 2, (x_BCHW.shape[3] - size[1]) // 2
-    return x_BCHW[:, :, top:top + size[0], left:left + size[1]]
+SEEN = 0.875  # of an image's side: 224 of 256 pixels, as is usual for ImageNet
+
+
+def seen(cfg: Config, x_BCHW: torch.Tensor) -> torch.Tensor:
+    """What the model sees of an image if nothing is drawn at random: --image_size pixels in its middle. If that is less
+    than SEEN of its side, then so much of it, resized. uint8, as is x."""
+    (H, W), size = x_BCHW.shape[2:], cfg.image_size
+    if size >= SEEN * min(H, W):
+        top, left = round((H - size) / 2), round((W - size) / 2)  # as torchvision's CenterCrop
+        return x_BCHW[:, :, top:top + size, left:left + size]
+    half, device = SEEN * min(H, W) / 2, x_BCHW.device
+    box_4 = torch.tensor([W / 2 - half, H / 2 - half, W / 2 + half, H / 2 + half], device=device)
+    boxes_B4, flip_B = box_4.expand(len(x_BCHW), 4), torch.zeros(len(x_BCHW), dtype=torch.bool, device=device)
+    return augment.crop(x_BCHW, boxes_B4, flip_B, (size, size), dtype=matmul_dtype(cfg))
 
 
 def train_step(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], state: dict, images_BHWC: torch.Tensor,
                labels_B1: torch.Tensor, lr: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Traces an update; `share` is mixup's. Returns [loss, norm of the gradient, 1 if it was made] on the device.
+    """Makes an update; `share` is mixup's. Returns [loss, norm of the gradient, 1 if it was made] on the device.
 
     The loss is the mean over the global batch, whatever the number of micro-batches. Micro-batch a takes images a,
     a + A, ...: so it has images of each device.
     """
-    import torch_xla.core.xla_model as xm
+    from nano.trace import Loop
     B, A = len(images_BHWC), cfg.accumulate
-    loss = torch.zeros((), device=images_BHWC.device)
-    for a in range(A):
-        some_BHWC = images_BHWC.view(B // A, A, *images_BHWC.shape[1:])[:, a]
-        some_BHWC = shard(some_BHWC, model.mesh, (BATCH, None, None, None))
-        classes_B = labels_B1.view(B // A, A)[:, a].long()
-        with torch.no_grad():
-            targets_BK = F.one_hot(classes_B, cfg.classes).float()
-            x_BCHW, targets_BK = augmented(cfg, model.mesh, some_BHWC, targets_BK, share)
-            targets_BK = targets_BK * (1 - cfg.label_smoothing) + cfg.label_smoothing / cfg.classes
-        part = -(targets_BK * model(weights, x_BCHW, training=True).log_softmax(-1)).sum() / B
-        part.backward()
-        loss = loss + part.detach()
-        if a + 1 < A:  # one after the other: else the compiler keeps the activations of several
-            images_BHWC, labels_B1 = images_BHWC.clone(), labels_B1.clone()
-            xm.optimization_barrier_([*(w.grad for w in weights.values()), loss, images_BHWC, labels_B1])
+
+    def micro_batch(carry, batch):
+        weights, share, grads, loss = carry
+        images_BHWC, labels_B1 = (shard(t, model.mesh, (BATCH, *[None] * (t.dim() - 1))) for t in batch)
+        targets_BK = F.one_hot(labels_B1[:, 0].long(), cfg.classes).float()
+        x_BCHW, targets_BK = augmented(cfg, model.mesh, images_BHWC, targets_BK, share)
+        targets_BK = targets_BK * (1 - cfg.label_smoothing) + cfg.label_smoothing / cfg.classes
+        with torch.enable_grad():
+            trained = {name: w.detach().requires_grad_() for name, w in weights.items()}
+            part = -(targets_BK * model(trained, x_BCHW, training=True).log_softmax(-1)).sum() / B
+            new = torch.autograd.grad(part, list(trained.values()))
+        grads = {name: g + g_new for (name, g), g_new in zip(grads.items(), new)}
+        return (weights, share, grads, loss + part.detach()), None
+
     with torch.no_grad():
-        norm = torch.stack([w.grad.square().sum() for w in weights.values()]).sum().sqrt()
+        grads = {name: shard(torch.zeros_like(w), model.mesh, SHARDING[name]) for name, w in weights.items()}
+        carry = weights, share, grads, torch.zeros((), device=images_BHWC.device)
+        batches = [shard(t.view(B // A, A, *t.shape[1:]).transpose(0, 1), model.mesh,
+                         (None, BATCH, *[None] * (t.dim() - 1))) for t in (images_BHWC, labels_B1)]
+        (_, _, grads, loss), _ = Loop(micro_batch, name='micro_batches')(carry, batches)
+        norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
         # Decided in the graph: the loss is read a step late, when the host could no longer stop a bad update.
         ok = torch.isfinite(norm) & torch.isfinite(loss)
         scale = (cfg.clip / (norm + 1e-6)).clamp(max=1.0) if cfg.clip else torch.ones_like(norm)
-        adamw(cfg, weights, state, lr, scale, ok)
+        adamw(cfg, weights, state, grads, lr, scale, ok)
     return torch.stack([loss, norm, ok.float()])
 
 
@@ -531,7 +546,7 @@ def answers(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], images_BH
             labels_B1: torch.Tensor) -> torch.Tensor:
     """For each image [4, B] in float32: -log p(label), the number of classes that are likelier than the label, the
     likeliest class, and its probability. For the blank images that fill up the last batch they mean nothing."""
-    x_BCHW = middle(images_BHWC.permute(0, 3, 1, 2), (cfg.image_size, cfg.image_size))
+    x_BCHW = seen(cfg, images_BHWC.permute(0, 3, 1, 2))
     log_p_BK = model(weights, augment.normalize(x_BCHW, *pixel_scale(cfg), matmul_dtype(cfg))).log_softmax(-1)
     labels_B1 = labels_B1.clamp(min=0).long()
     at_label_B1 = log_p_BK.gather(-1, labels_B1)
@@ -545,16 +560,16 @@ def answers(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], images_BH
     return shard(found_4B, model.mesh, (None, None))
 
 
-def evaluate(cfg: Config, model: ViT, weights: dict[str, torch.Tensor], source: images.Images, rows: np.ndarray,
+def evaluate(cfg: Config, answer, weights: dict[str, torch.Tensor], source: images.Images, rows: np.ndarray,
              to_device, asked_to_stop=lambda: False) -> dict[str, np.ndarray] | None:
     """The answers to a fixed set of images, each once on any number of devices and hosts, as arrays: nll, rank,
-    predicted, confidence and label. None if stopped."""
+    predicted, confidence and label. `answer` is `answers` of a model. None if stopped."""
     import torch_xla
     found, size = [], cfg.global_batch // cfg.accumulate
     for images_BHWC, labels_B1 in eval_batches(source, cfg.eval_images, size, rows, to_device):
         if asked_to_stop():
             return None
-        found.append(answers(cfg, model, weights, images_BHWC, labels_B1))
+        found.append(answer(weights, images_BHWC, labels_B1))
         torch_xla.sync()
     chosen = eval_examples(len(source), cfg.eval_images)
     got = np.concatenate([f.cpu().numpy() for f in found], 1)[:, :len(chosen)]  # behind them the last batch is blank
@@ -632,6 +647,7 @@ def fitted(cfg: Config, height: int, width: int, channels: int, classes: int, me
                         f'{channels}: data/images.py makes shards with 3, or with 1 (--grey)')
     if cfg.classes < classes:
         raise UserError(f'the model has {cfg.classes} classes (--classes), {cfg.data} has {classes}')
+    pixel_scale(cfg)
     return cfg
 
 
@@ -641,7 +657,7 @@ def train(cfg: Config, stop: runtime.StopSignal):
     manifest = images.load_manifest(cfg.data)
     names = manifest['classes']
     cfg = fitted(cfg, *manifest['image'], len(names), manifest['mean'], manifest['std'])
-    data = dict(data=images.fingerprint(manifest), separator=None, tokenizer=None)
+    data = dict(data=images.fingerprint(manifest), separator=None, tokenizer=None, labels=names)
     start = resume.find(cfg, data, SHAPE, MAY_DIFFER, THEIRS)
     if start.goes_on and bool(then := start.meta['config'].get('ema')) != bool(cfg.ema):
         raise UserError(f'--ema {cfg.ema}: the run in {cfg.out} has {then}, and a mean of the weights begins with the '
@@ -653,6 +669,8 @@ def train(cfg: Config, stop: runtime.StopSignal):
     import torch_xla
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.spmd as xs
+
+    from nano.trace import Once
     mesh = runtime.make_mesh(cfg.mesh, rt.n_devices)
     row_shards = check_mesh(cfg, mesh)
     flops = flops_per_image(cfg) * cfg.global_batch
@@ -665,11 +683,15 @@ def train(cfg: Config, stop: runtime.StopSignal):
         run.meet()
         weights, state = build(cfg, mesh, run.device)
         model = ViT(cfg, mesh)
+        # Python runs once through each of them: see nano/trace.py.
+        update, answer = Once(partial(train_step, cfg, model), changes=2), Once(partial(answers, cfg, model))
         torch_xla.sync()
         runtime.check_sharding(weights, {name: SHARDING.get(name) for name in weight_shapes(cfg)}, mesh, run.say)
-        new_head = start.then.get('classes', cfg.classes) != cfg.classes
+        labels = hf_vit.labels(start.path) if start.reader else start.labels
+        new_head = bool(start.then) and (start.then['classes'] != cfg.classes or (labels or names) != names)
         if start.then:
-            run.say('the head begins anew, for other classes' if new_head else 'the head is kept: as many classes')
+            run.say('the head begins anew: for other classes' if new_head else
+                    f'the head is kept: {"the same classes" if labels else "as many classes; their names are unknown"}')
         run.load(weights, state, leave_out={'head_DK', 'head_bias_K'} if new_head else set())
         evaluated = {name: state[f'ema.{name}'] for name in weights} if cfg.ema else weights
         if cfg.ema and start.path and not start.goes_on:
@@ -696,7 +718,7 @@ def train(cfg: Config, stop: runtime.StopSignal):
             """Returns False if it was stopped, and then nothing of it is on record: it is owed."""
             if val is None:
                 return True
-            found = evaluate(cfg, model, evaluated, val, run.rows(cfg.global_batch // cfg.accumulate), to_device,
+            found = evaluate(cfg, answer, evaluated, val, run.rows(cfg.global_batch // cfg.accumulate), to_device,
                              stop.asked)
             if found is None or stop.asked():
                 return False
@@ -711,13 +733,16 @@ def train(cfg: Config, stop: runtime.StopSignal):
             run.evaluated(step, **s)
             run.say(what)
             if step:
-                confusion_KK = np.zeros((cfg.classes, cfg.classes), np.int64)
-                np.add.at(confusion_KK, (found['label'], found['predicted'].astype(int)), 1)
-                some = eval_examples(len(val), cfg.eval_images)[:64]
+                confusion_KK = None
+                if cfg.classes <= 100:  # more are not readable
+                    confusion_KK = np.zeros((cfg.classes, cfg.classes), np.int64)
+                    np.add.at(confusion_KK, (found['label'], found['predicted'].astype(int)), 1)
+                evaluated_N = eval_examples(len(val), cfg.eval_images)
+                some = eval_examples(len(evaluated_N), 64)  # spread evenly: shards may be in the order of the classes
                 run.track.write(f'samples/step_{step:08d}.svg', picture.report(
-                    what, val.read(some)[0], found['label'][:64], found['predicted'][:64].astype(int),
-                    found['confidence'][:64], [*names, *(f'class {k}' for k in range(len(names), cfg.classes))],
-                    confusion_KK if cfg.classes <= 100 else None))
+                    what, val.read(evaluated_N[some])[0], found['label'][some], found['predicted'][some].astype(int),
+                    found['confidence'][some], [*names, *(f'class {k}' for k in range(len(names), cfg.classes))],
+                    confusion_KK))
             return True
 
         with Loader(source, cfg.global_batch, cfg.seed, run.meta['consumed'], run.rows(cfg.global_batch), to_device,
@@ -729,8 +754,8 @@ def train(cfg: Config, stop: runtime.StopSignal):
                 # The device's random numbers depend on seed and step alone: nothing in between can shift them.
                 xm.set_rng_state(runtime.seed_of(cfg.seed, step))
                 share = augment.mixup_share(cfg.mixup, runtime.seed_of(cfg.seed, step, 'mixup'))
-                metrics = train_step(cfg, model, weights, state, images_BHWC, labels_B1,
-                                     *(torch.tensor([x]).to(run.device) for x in (lr, share)))
+                metrics = update(weights, state, images_BHWC, labels_B1,
+                                 *(torch.tensor([x]).to(run.device) for x in (lr, share)))
                 traced = time.perf_counter() - began
                 torch_xla.sync()  # here the graph ends, and the device starts on it as soon as it is free
                 run.stepped(metrics, lr=lr, trace_ms=traced * 1e3, data_wait_s=loader.wait_s)
@@ -747,6 +772,8 @@ def train(cfg: Config, stop: runtime.StopSignal):
 def step_to_plan(cfg: Config, mesh, device) -> plan.Step:
     """What --plan compiles: the step that a run makes, on weights that hold nothing."""
     import torch_xla.distributed.spmd as xs
+
+    from nano.trace import Once
     check(cfg)  # once more: --search varies what was checked
     side, channels, classes = cfg.image_size or 28, cfg.channels or 3, cfg.classes or 1000
     cfg = fitted(cfg, side, side, channels, classes, [0.5] * channels, [0.5] * channels)
@@ -756,9 +783,9 @@ def step_to_plan(cfg: Config, mesh, device) -> plan.Step:
                  labels_B1=torch.zeros((cfg.global_batch, 1), dtype=torch.int32, device=device))
     for t, spec in zip(batch.values(), ((BATCH, None, None, None), (BATCH, None))):
         xs.mark_sharding(t, mesh, spec)
-    (lr, share), model = torch.zeros(2, 1, device=device), ViT(cfg, mesh)
-    return plan.Step(weights, state, batch | dict(lr=lr, share=share),
-                     lambda: train_step(cfg, model, weights, state, *batch.values(), lr, share), 'images',
+    batch |= dict(zip(('lr', 'share'), torch.zeros(2, 1, device=device)))
+    update = Once(partial(train_step, cfg, ViT(cfg, mesh)), changes=2)
+    return plan.Step(weights, state, batch, lambda: update(weights, state, *batch.values()), 'images',
                      cfg.global_batch, cfg.steps, flops_per_image(cfg) * cfg.global_batch, FLOPS_RULE)
 
 
@@ -775,7 +802,7 @@ def export(cfg: Config):
     with torch.no_grad():
         found['pos_TD'] = position_table(then, found.get('pos_TD'), then.image_size // then.patch, torch.device('cpu'))
     dtype = torch.float32 if cfg.dtype == 'auto' else matmul_dtype(cfg)
-    hf_vit.write(cfg.export, asdict(then), found, dtype)
+    hf_vit.write(cfg.export, asdict(then), found, meta['labels'], SEEN, dtype)
     print(f'wrote {cfg.export}: the weights of {source} in timm\'s names, {dtype}')
 
 

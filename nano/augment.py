@@ -17,7 +17,7 @@ Where the first dimension lies along a mesh nothing is sent between chips, if th
 128 images of 256 pixels, with RandAugment and mixup at 224, take a v5e 0.4 ms by the plan's rules, which know of memory
 traffic and matmuls, and 6.5 ms by the compiler's own estimates, 0.7 of these for what is done without augmentation too.
 Training ViT-S/16 on them is 3.5 TFLOP, 36 ms at half of the peak. By the estimates the largest parts are the warps (2.0
-ms), shuffling (1.1) and equalizing (0.9). The host traces it in 8 ms.
+ms), shuffling (1.1) and equalizing (0.9).
 
 Letters: B images, G groups, R images in a group, C channels, H rows, W columns, h and w those of the result, P = H * W
 pixels, K pixels that an interpolation reads, V values of a pixel, D and E its two digits, n draws, T attempts.
@@ -277,7 +277,7 @@ def operations(m: float, dtype: torch.dtype = torch.float32) -> list[Callable]:
     bits, and color, contrast, brightness and sharpness are 1.9 times what they were.
 
     To add one, write a function from uint8 to uint8 [B, C, H, W] and put it into the list: each is drawn as often as
-    any other. It must draw nothing itself, see `traced_once`."""
+    any other."""
     share = m / 10
     enhance = 0.1 + 1.8 * share
 
@@ -324,7 +324,7 @@ def randaugment(x_BCHW: torch.Tensor, n: int = 2, m: float = 10, group: int = GR
     for _ in range(n):
         shuffle_R = ranks(torch.rand(R, device=x_BCHW.device))
         u_GR2 = torch.rand(*x_GRCHW.shape[:2], 2, device=x_BCHW.device)
-        x_GRCHW = traced_once(one_each, (m, dtype), x_GRCHW.index_select(1, shuffle_R), u_GR2)
+        x_GRCHW = one_each(m, dtype, x_GRCHW.index_select(1, shuffle_R), u_GR2)
         order_R = order_R.index_select(0, shuffle_R)
     return x_GRCHW.index_select(1, ranks(order_R))[:, :group].flatten(0, 1)
 
@@ -337,31 +337,6 @@ def one_each(m: float, dtype: torch.dtype, x_GRCHW: torch.Tensor, u_GR2: torch.T
 
 def ranks(x: torch.Tensor) -> torch.Tensor:
     return x.argsort().int()  # torch_xla 2.9's index_select ends the process if it gets a sort's second result itself
-
-
-_traced = {}  # (function, options, shapes and types) -> its computation, the numbers of its inputs, constants by number
-
-
-def traced_once(f: Callable, options: tuple, *inputs: torch.Tensor) -> torch.Tensor:
-    """f(*options, *inputs), traced at the first call only: on an XLA device the later ones are a single operator that
-    holds what was traced. RandAugment is 900 operators for each of its n, which the host would take longer to trace, at
-    every step, than the chips take for the step. f must compute from its arguments alone and draw nothing: a random
-    number would be the same at every step."""
-    if inputs[0].device.type != 'xla':
-        return f(*options, *inputs)
-    import torch_xla
-    import torch_xla.core.xla_builder as xb
-    key = f, options, *((t.shape, t.dtype) for t in inputs)
-    if key not in _traced:
-        stand_ins = [xb.create_placeholder_tensor(t.shape, t.dtype) for t in inputs]
-        context = torch_xla._XLAC.lowering.LoweringContext('once')
-        context.build([f(*options, *stand_ins)])
-        numbers = [context.tensor_parameter_id(t) for t in stand_ins]
-        constants = {i: t for i, t in context.device_parameter_id_tensor_mapping().items() if i not in numbers}
-        _traced[key] = xb.computation_from_module_proto('once', context.hlo()), numbers, constants
-    computation, numbers, constants = _traced[key]
-    given = constants | dict(zip(numbers, inputs))
-    return torch_xla._XLAC._xla_user_computation('nano::once', [given[i] for i in range(len(given))], computation)[0]
 
 
 # ---- Mixup ----

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train_vit
-from nano import UserError, attend, pallas, runtime, scan
+from nano import UserError, attend, pallas, runtime, trace
 from test_vit import SMALL, make_weights
 
 
@@ -72,7 +72,7 @@ def test_every_rematerialization_has_plain_attentions_loss_and_gradients(devices
 
     expected = loss_and_gradients(cfg)
     for remat in ('none', 'dots'):
-        scan._traced.clear()
+        trace._layers.clear()
         found = loss_and_gradients(replace(cfg, attention='kernel', remat=remat))
         for name in expected:
             # What a bias adds to all keys changes no softmax: its gradient is 0, and what is there is rounding.
@@ -80,10 +80,10 @@ def test_every_rematerialization_has_plain_attentions_loss_and_gradients(devices
             error = (found[name] - expected[name]).norm() / scale
             assert error < (1 if name == 'k_bias_LX' else 1e-4), f'{remat}, {name}: {error}'
         if remat == 'dots':
-            ((forward, _, _),) = scan._traced.values()
+            ((forward, _, _),) = trace._layers.values()
             R, D, F = 64 * 17, cfg.width, cfg.mlp_width
             # A layer's input, q, k and v, the kernel's result, what attention adds, and the MLP's hidden layer.
-            assert sorted(tuple(shape[1:]) for shape, _ in forward.results) == sorted([(R, D)] * 6 + [(R, F)])
+            assert sorted(tuple(shape) for shape, _ in forward._traced.results[1:]) == sorted([(R, D)] * 6 + [(R, F)])
 
 
 def test_what_the_kernel_cannot_take_is_said(monkeypatch):

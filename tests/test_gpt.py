@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 import train_gpt
 from nano import UserError, runtime, shards
 from nano.tokenizer import load_tokenizer
+from nano.trace import Once
 
 torch.set_num_threads(1)  # for tiny products threads only wait for one another
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,41 +130,41 @@ def make_batches(cfg, seed, n=len(LRS)):
 
 
 def on_device(cfg, mesh, weights=None):
-    """Model, optimizer state, and a function that sends batches, as in a run."""
+    """Model, weights, optimizer state, and a function that sends batches, as in a run."""
     import torch_xla
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.spmd as xs
     device = torch_xla.device()
-    model, state = train_gpt.build(cfg, mesh, device)
+    first, state = train_gpt.build(cfg, mesh, device)
     torch_xla.sync()
     if weights:
         weights = {name: torch.nn.Parameter(w.to(device)) for name, w in weights.items()}
         for name, w in weights.items():
             xs.mark_sharding(w, mesh, train_gpt.SHARDING[name])
-        model = train_gpt.GPT(cfg, weights, mesh)
         torch_xla.sync()
     rows = xs.ShardingSpec(mesh, (train_gpt.BATCH, None))
 
     def to_device(*arrays_BT):
         return xm.send_cpu_data_to_device([torch.as_tensor(a) for a in arrays_BT], device, rows)
-    return model, state, to_device
+    return train_gpt.GPT(cfg, mesh), weights or first, state, to_device
 
 
 def device_steps(cfg, mesh, weights, batches, lrs):
     """The same as plain_steps does, by train_gpt. The first gradients are read from Adam's first moment."""
     import torch_xla
-    model, state, to_device = on_device(cfg, mesh, weights)
+    model, weights, state, to_device = on_device(cfg, mesh, weights)
+    update = Once(partial(train_gpt.train_step, cfg, model), changes=2)
     out = []
     compiled = runtime.n_compiles()
     for batch, lr in zip(batches, lrs):
-        metrics = train_gpt.train_step(cfg, model, state, *to_device(*batch), torch.tensor([lr]).to(torch_xla.device()))
+        metrics = update(weights, state, *to_device(*batch), torch.tensor([lr]).to(torch_xla.device()))
         torch_xla.sync()
         loss, norm, ok = metrics.cpu().tolist()
         assert ok == 1
         grads = {n: whole(state[f'adam_m.{n}']) / (1 - cfg.beta1) for n in weights} if not out else None
         out.append((loss, norm, grads))
     assert runtime.n_compiles() == compiled + 1
-    return out, {n: whole(w) for n, w in model.named_parameters()}
+    return out, {n: whole(w) for n, w in weights.items()}
 
 
 def whole(t):
@@ -228,14 +230,16 @@ TEXTS = (0.9, 'Return the', 100), (0.0, 'Return the', 100), (0.9, '', 1), (0.9, 
 
 def evaluation_and_text(corpus, mesh):
     """Losses over all and over 21 windows; then 100 tokens sampled and 100 greedy, which is past seq_len."""
-    model, _, to_device = on_device(TEXT, mesh, make_weights(TEXT, 2))
+    model, weights, _, to_device = on_device(TEXT, mesh, make_weights(TEXT, 2))
+    measure, logits = Once(partial(train_gpt.nll_and_count, model)), Once(partial(train_gpt.next_logits, model))
     windows = shards.Windows(corpus, 'val', TEXT.seq_len)
     tokenizer = load_tokenizer(f'{corpus}/tokenizer.model')
-    losses = [train_gpt.evaluate(replace(TEXT, eval_windows=n), model, windows, None, to_device) for n in (0, 21)]
+    losses = [train_gpt.evaluate(replace(TEXT, eval_windows=n), measure, weights, windows, None, to_device)
+              for n in (0, 21)]
     before = runtime.n_compiles()
     groups = mesh.mesh_shape[0] * mesh.mesh_shape[1]
-    texts = [train_gpt.sample(replace(TEXT, temperature=t, prompt=prompt), model, tokenizer, VOCAB, tokenizer.separator,
-                              to_device, groups, n) for t, prompt, n in TEXTS]
+    texts = [train_gpt.sample(replace(TEXT, temperature=t, prompt=prompt), logits, weights, tokenizer, VOCAB,
+                              tokenizer.separator, to_device, groups, n) for t, prompt, n in TEXTS]
     return losses, texts, runtime.n_compiles() - before
 
 
@@ -341,13 +345,13 @@ def test_logits_are_huggingfaces(devices, family):
     with torch.no_grad():
         expected = theirs(ids.long()).logits
         if not qwen:  # compiling twice is not worth the 8 seconds
-            model, _, to_device = on_device(cfg, runtime.make_mesh('1,4,2', 8), weights)
-            mine = model(*to_device(ids)) @ model.head_VD.t()
+            model, placed, _, to_device = on_device(cfg, runtime.make_mesh('1,4,2', 8), weights)
+            mine = model(placed, *to_device(ids)) @ model.head_VD(placed).t()
             torch_xla.sync()
             close(mine.cpu(), expected, 'logits')
-        # The same class without a mesh is a plain module.
-        mine = train_gpt.GPT(replace(cfg, scan=False), {n: torch.nn.Parameter(w) for n, w in weights.items()})
-        close(mine(ids) @ mine.head_VD.t(), expected, 'logits without a mesh')
+        # The same class without a mesh is a plain model.
+        mine = train_gpt.GPT(replace(cfg, scan=False))
+        close(mine(weights, ids) @ mine.head_VD(weights).t(), expected, 'logits without a mesh')
 
 
 def test_schedules():
@@ -376,13 +380,13 @@ def test_a_step_that_is_not_finite_changes_nothing(devices):
     for bad in (math.inf, math.nan, 0.0):
         weights = make_weights(cfg, 0)
         weights['w_up_LDF'][1, 2, 3] = bad
-        model, state, to_device = on_device(cfg, runtime.make_mesh('1,8,1', 8), weights)
-        before = {n: whole(t) for n, t in (dict(model.named_parameters()) | state).items()}
+        model, weights, state, to_device = on_device(cfg, runtime.make_mesh('1,8,1', 8), weights)
+        before = {n: whole(t) for n, t in (weights | state).items()}
         lr = torch.tensor([0.1]).to(torch_xla.device())
-        metrics = train_gpt.train_step(cfg, model, state, *to_device(*batch), lr)
+        metrics = train_gpt.train_step(cfg, model, weights, state, *to_device(*batch), lr)
         torch_xla.sync()
         loss, _, ok = metrics.cpu().tolist()
-        after = {n: whole(t) for n, t in (dict(model.named_parameters()) | state).items()}
+        after = {n: whole(t) for n, t in (weights | state).items()}
         assert ok == math.isfinite(loss) == (bad == 0)
         same = [torch.equal(before[n].view(torch.int32), after[n].view(torch.int32)) for n in before]
         assert all(same) if bad else not any(same)
@@ -405,13 +409,13 @@ def test_dropout_masks(devices):
     for n in range(3):
         weights['wo_LXD'][n, 0, 16 * n:16 * n + 8] = small
         weights['w_down_LFD'][n, 0, 16 * n + 8:16 * n + 16] = small / F.silu(torch.tensor(1.0))
-    model, _, to_device = on_device(cfg, runtime.make_mesh('2,4,1', 8), weights)
+    model, weights, _, to_device = on_device(cfg, runtime.make_mesh('2,4,1', 8), weights)
     ids = to_device(next(make_batches(cfg, 0))[0])
 
     @torch.no_grad()
-    def masks(*seed):  # [B, T, 6, 8]
+    def masks(*seed, training=True):  # [B, T, 6, 8]
         xm.set_rng_state(runtime.seed_of(*seed))
-        x_BTD = model(*ids)
+        x_BTD = model(weights, *ids, training)
         torch_xla.sync()
         x_BTD = x_BTD.cpu()
         return (x_BTD[..., :48] / x_BTD[..., 63:] / small).unflatten(-1, (6, 8))
@@ -429,8 +433,7 @@ def test_dropout_masks(devices):
     assert all(alike(one[:, :, i], one[:, :, j]) for i in range(6) for j in range(i))  # layers, and their two outputs
     assert all(alike(one[i], one[j]) for i in range(16) for j in range(i))  # rows: within a device, and across
     assert all(alike(one[:, i], one[:, i + 1]) for i in range(31))  # positions
-    model.eval()
-    torch.testing.assert_close(masks(1, 1), torch.ones(16, 32, 6, 8), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(masks(1, 1, training=False), torch.ones(16, 32, 6, 8), rtol=1e-3, atol=1e-4)
 
 
 def test_dropout_with_accumulation(devices):
@@ -444,21 +447,24 @@ def test_dropout_with_accumulation(devices):
         ids, targets = next(make_batches(cfg, 0, 1))
         ids[1::2], targets[1::2] = ids[0::2], ids[0::2].roll(-1, 1)  # rows of the second micro-batch are the first's
         targets[0::2] = targets[1::2]
-        model, state, to_device = on_device(cfg, runtime.make_mesh('1,8,1', 8), make_weights(cfg, 0))
+        model, weights, state, to_device = on_device(cfg, runtime.make_mesh('1,8,1', 8), make_weights(cfg, 0))
+        update = Once(partial(train_gpt.train_step, cfg, model), changes=2)
         lr = torch.tensor([0.0]).to(torch_xla.device())
         before = runtime.n_compiles()
-        for seed in (1, 1, 2):
+
+        def loss(seed, ignored=None):
+            some = targets.clone()
+            if ignored is not None:
+                some[ignored::2] = shards.IGNORE
             xm.set_rng_state(runtime.seed_of(seed, 1))
-            metrics = train_gpt.train_step(cfg, model, state, *to_device(ids, targets), lr)
+            metrics = update(weights, state, *to_device(ids, some), lr)
             torch_xla.sync()
-            losses.setdefault(dropout, []).append(metrics.cpu().tolist()[0])
+            return metrics.cpu().tolist()[0]
+
+        losses[dropout] = [loss(seed) for seed in (1, 1, 2)]
+        first, second = loss(1, ignored=1), loss(1, ignored=0)
         assert runtime.n_compiles() == before + 1
-        xm.set_rng_state(runtime.seed_of(1, 1))
-        with torch.no_grad():
-            halves = [train_gpt.loss_sums(model, *to_device(ids[i::2], targets[i::2]))[0] for i in (0, 1)]
-            torch_xla.sync()
-            first, second = (h.item() / targets[0::2].numel() for h in halves)
-        # Drawn one after the other as in the step: the micro-batches differ by their masks, and only by these.
+        # The micro-batches differ by their masks, and only by these.
         assert (first == pytest.approx(second, rel=1e-6)) == (dropout == 0)
         assert losses[dropout][0] == pytest.approx((first + second) / 2, rel=1e-5)
     assert losses[0.0][0] == losses[0.0][1] == losses[0.0][2]
@@ -489,10 +495,10 @@ def test_guards_of_a_model(devices, monkeypatch, capsys):
     mesh = runtime.make_mesh('1,4,2', 8)
 
     def check(change=None):
-        model, state, _ = on_device(SMALL, mesh)
+        _, weights, state, _ = on_device(SMALL, mesh)
         if change:
-            change(model, state)
-        train_gpt.check_model(SMALL, model, state, mesh, print)
+            change(weights, state)
+        train_gpt.check_model(SMALL, weights, state, mesh, print)
 
     check()
     table = capsys.readouterr().out
@@ -501,24 +507,20 @@ def test_guards_of_a_model(devices, monkeypatch, capsys):
                for line in table.splitlines()), table
     assert all(name in table for name in train_gpt.weight_shapes(SMALL))
 
-    def untie(model, state):
-        model.head_VD = torch.nn.Parameter(model.embed_VD.detach().clone())
-
-    def lose_a_moment(model, state):
+    def lose_a_moment(weights, state):
         del state['adam_v.wq_LDX']
 
-    def another_weight(model, state):
-        model.bias_D = torch.nn.Parameter(torch.zeros(64).to(torch_xla.device()))
+    def another_weight(weights, state):
+        weights['bias_D'] = torch.nn.Parameter(torch.zeros(64).to(torch_xla.device()))
         state.update({'adam_m.bias_D': None, 'adam_v.bias_D': None})
 
-    def not_marked(model, state):
-        model.w_up_LDF = torch.nn.Parameter(torch.zeros(3, 64, 96).to(torch_xla.device()))
+    def not_marked(weights, state):
+        weights['w_up_LDF'] = torch.nn.Parameter(torch.zeros(3, 64, 96).to(torch_xla.device()))
 
-    def half_precision(model, state):
-        model.w_up_LDF = torch.nn.Parameter(model.w_up_LDF.detach().bfloat16())
+    def half_precision(weights, state):
+        weights['w_up_LDF'] = torch.nn.Parameter(weights['w_up_LDF'].detach().bfloat16())
 
-    for change, message in ((untie, 'tied'), (lose_a_moment, 'optimizer'), (another_weight, 'bias_D'),
-                            (not_marked, 'w_up_LDF is not sharded'), (half_precision, 'float32')):
+    for change, message in ((lose_a_moment, 'optimizer'), (another_weight, 'bias_D'), (not_marked, 'w_up_LDF is not sharded'), (half_precision, 'float32')):
         with pytest.raises(UserError, match=message):
             check(change)
     monkeypatch.setitem(train_gpt.SHARDING, 'w_up_LDF', (None, None, None))
@@ -533,8 +535,8 @@ def test_first_weights_depend_on_seed_and_name_alone(devices, monkeypatch):
         monkeypatch.setattr(runtime, 'process_index_and_count', lambda: (host, 4))
         torch.manual_seed(host)
         np.random.seed(host)
-        model, _, _ = on_device(replace(SMALL, seed=seed, **options), mesh)
-        return {n: whole(w) for n, w in model.named_parameters()}
+        _, weights, _, _ = on_device(replace(SMALL, seed=seed, **options), mesh)
+        return {n: whole(w) for n, w in weights.items()}
 
     a, b, other, untied = first(0), first(3), first(0, seed=2), first(0, tied=False)
     assert all(torch.equal(a[n], b[n]) for n in a)

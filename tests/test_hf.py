@@ -52,9 +52,9 @@ def config_of(folder, **more):
 
 
 def logits(cfg, weights, ids):
-    """Of train_gpt's model as a plain module."""
-    model = train_gpt.GPT(replace(cfg, scan=False), {n: torch.nn.Parameter(w) for n, w in weights.items()}).eval()
-    return (model(ids) @ model.head_VD.t())[..., :cfg.vocab_size]
+    """Of train_gpt's model as a plain one."""
+    model = train_gpt.GPT(replace(cfg, scan=False))
+    return (model(weights, ids) @ model.head_VD(weights).t())[..., :cfg.vocab_size]
 
 
 @pytest.fixture(scope='module')
@@ -70,10 +70,9 @@ def test_there_and_back(devices, kind, tmp_path, seed, monkeypatch):
     theirs = make(kind, tmp_path / 'theirs', seed)
     cfg = config_of(tmp_path / 'theirs', out=str(tmp_path / 'run'))
     mesh = runtime.make_mesh(MESHES[list(MODELS).index(kind) % 3], 8)
-    model, state = train_gpt.build(cfg, mesh, torch_xla.device())
+    weights, state = train_gpt.build(cfg, mesh, torch_xla.device())
     torch_xla.sync()
     shapes = train_gpt.weight_shapes(cfg)
-    weights = dict(model.named_parameters())
     reader = hf.Reader(tmp_path / 'theirs', train_gpt.HF_NAMES, shapes, cfg.vocab_size)
     checkpoint.load(tmp_path / 'theirs', weights, reader)
     found = {n: whole(w) for n, w in weights.items()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt
-from nano import UserError, pallas, runtime, scan, splash
+from nano import UserError, pallas, runtime, splash, trace
 
 CFG = train_gpt.Config(device='cpu', layers=2, width=64, heads=4, kv_heads=2, head_size=32, mlp_width=96, seq_len=128,
                        vocab_size=300, attention='splash')
@@ -60,13 +60,14 @@ def test_values_and_gradients_are_plain_attentions(devices, interpreted, monkeyp
 
 def loss_and_gradients(cfg, seed):
     import torch_xla
-    model, _ = train_gpt.build(cfg, runtime.make_mesh('2,2,2', 8), torch_xla.device())
+    mesh = runtime.make_mesh('2,2,2', 8)
+    weights, _ = train_gpt.build(cfg, mesh, torch_xla.device())
     torch_xla.sync()
     ids = torch.randint(0, 300, (8, cfg.seq_len), generator=torch.Generator().manual_seed(seed)).to(torch_xla.device())
-    nll, _ = train_gpt.loss_sums(model, ids, ids.roll(-1, 1))
+    nll, _ = train_gpt.loss_sums(train_gpt.GPT(cfg, mesh), weights, ids, ids.roll(-1, 1))
     nll.backward()
     torch_xla.sync()
-    return {'loss': nll.detach().cpu(), **{n: w.grad.cpu() for n, w in model.named_parameters()}}
+    return {'loss': nll.detach().cpu(), **{n: w.grad.cpu() for n, w in weights.items()}}
 
 
 def test_every_rematerialization_has_the_same_gradients(devices, interpreted, seed):
@@ -81,10 +82,10 @@ def test_every_rematerialization_has_the_same_gradients(devices, interpreted, se
 def kept(cfg):
     """Shapes of what the forward loop saves for the backward loop, beside the weights, which are there anyway."""
     import torch_xla
-    scan._traced.clear()
+    trace._layers.clear()
     loss_and_gradients(cfg, 1)
-    ((forward, _, _),) = scan._traced.values()
-    return sorted(tuple(shape[1:]) for shape, _ in forward.results)
+    ((forward, _, _),) = trace._layers.values()
+    return sorted(tuple(shape) for shape, _ in forward._traced.results[1:])
 
 
 def test_what_each_rematerialization_keeps(devices, interpreted):

@@ -30,8 +30,8 @@ def one_save(kind: str, folder: str) -> dict:
     from nano import checkpoint, config, runtime
     rt = runtime.start('cpu', say=lambda text: None)
     cfg = config.parse(train_gpt.Config, train_gpt.PRESETS, ['--device', 'cpu', *SIZE])
-    model, state = train_gpt.build(cfg, runtime.make_mesh('1,8,1', rt.n_devices), torch_xla.device())
-    tensors = dict(model.named_parameters()) | state
+    weights, state = train_gpt.build(cfg, runtime.make_mesh('1,8,1', rt.n_devices), torch_xla.device())
+    tensors = weights | state
     with torch.no_grad():
         for t in tensors.values():
             t.add_(1e-3)  # as a step does: zeros that were never written take no memory before they are read

@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 os.environ.update(PJRT_DEVICE='CPU', CPU_NUM_DEVICES='1', JAX_PLATFORMS='cpu', TF_CPP_MIN_LOG_LEVEL='3')
@@ -18,6 +19,7 @@ import torch.nn.functional as F  # noqa: E402
 
 import train_gpt  # noqa: E402
 from nano import runtime  # noqa: E402
+from nano.trace import Once  # noqa: E402
 
 VOCAB = 3968  # the default text's
 
@@ -62,17 +64,18 @@ def xla_step(cfg, mesh):
     """(step, weights): train_gpt.py's own step on one CPU device; step.trace_ms is the host's part of the last one."""
     import torch_xla
     device = torch_xla.device()
-    model, state = train_gpt.build(cfg, mesh, device)
+    weights, state = train_gpt.build(cfg, mesh, device)
+    update = Once(partial(train_gpt.train_step, cfg, train_gpt.GPT(cfg, mesh)), changes=2)
     torch_xla.sync(wait=True)
 
     def step(ids, targets):
         ids, targets = ids.to(device), targets.to(device)
         t = time.perf_counter()
-        metrics = train_gpt.train_step(cfg, model, state, ids, targets, torch.tensor(cfg.lr).to(device))
+        metrics = update(weights, state, ids, targets, torch.tensor([cfg.lr]).to(device))
         torch_xla.sync()
         step.trace_ms = (time.perf_counter() - t) * 1e3
         return metrics.cpu()[0].item()
-    return step, dict(model.named_parameters())
+    return step, weights
 
 
 def random_batch(cfg):

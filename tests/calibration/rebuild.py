@@ -142,41 +142,43 @@ def layer(row: Row, cfg, mesh, x_BTD: torch.Tensor, w: dict[str, torch.Tensor]) 
 class Model(train_gpt.GPT):
     """train_gpt.GPT, with MaxText's embedding by a matmul."""
 
-    def __init__(self, row: Row, cfg, weights, mesh):
-        super().__init__(cfg, weights, mesh)
+    def __init__(self, row: Row, cfg, mesh):
+        super().__init__(cfg, mesh)
         self.row, self.run_layer = row, partial(layer, row, cfg, mesh)
         if row.offload:
             self.remat = [moved(row.offload)]
 
-    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        from nano.scan import scan
+    def __call__(self, weights: dict[str, torch.Tensor], ids_BT: torch.Tensor, training: bool = False) -> torch.Tensor:
+        from nano.trace import scan
         if self.row.style == 'torchprime':
-            x_BTD = F.embedding(ids_BT, self.embed_VD)
+            x_BTD = F.embedding(ids_BT, weights['embed_VD'])
         else:
-            V_ids = torch.arange(self.embed_VD.shape[0], device=ids_BT.device, dtype=ids_BT.dtype)
+            V_ids = torch.arange(weights['embed_VD'].shape[0], device=ids_BT.device, dtype=ids_BT.dtype)
             one_hot_BTV = shard((ids_BT[..., None] == V_ids).bfloat16(), self.mesh, (BATCH, None, 'tensor'))
-            x_BTD = matmul(one_hot_BTV, self.embed_VD)
+            x_BTD = matmul(one_hot_BTV, weights['embed_VD'])
         x_BTD = shard(x_BTD, self.mesh, (BATCH, None, 'tensor'))
-        x_BTD = scan(self.run_layer, x_BTD, {name: getattr(self, name) for name in self.layer_names}, *self.remat)
-        return rms_norm(x_BTD, self.final_norm_D, self.cfg.norm_eps)
+        x_BTD = scan(self.run_layer, x_BTD, {name: w for name, w in weights.items() if '_L' in name}, *self.remat)
+        return rms_norm(x_BTD, weights['final_norm_D'], self.cfg.norm_eps)
 
 
-def torchprime_loss(model: Model, ids_BT: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+def torchprime_loss(model: Model, weights: dict[str, torch.Tensor], ids_BT: torch.Tensor,
+                    labels_BT: torch.Tensor) -> torch.Tensor:
     """All logits in float32, then shifted (loss.py)."""
-    logits_BTV = matmul(model(ids_BT), model.head_VD.t())
+    logits_BTV = matmul(model(weights, ids_BT), model.head_VD(weights).t())
     if model.row.sharding == 'torchprime':
         logits_BTV = shard(logits_BTV, model.mesh, (BATCH, None, None))
     shifted = logits_BTV.float()[:, :-1].contiguous()
     return F.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels_BT[:, 1:].reshape(-1).long())
 
 
-def maxtext_loss(model: Model, ids_BT: torch.Tensor, targets_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def maxtext_loss(model: Model, weights: dict[str, torch.Tensor], ids_BT: torch.Tensor, targets_BT: torch.Tensor,
+                 training: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """In place of train_gpt.loss_sums: the target's logit by a one-hot product."""
-    x_BTD = model(ids_BT)
+    x_BTD = model(weights, ids_BT)
     if model.row.style == 'old':  # the head is a product of float32, which the matrix unit does in bfloat16
-        logits_BTV = matmul(x_BTD.float(), model.head_VD.t()) * model.cfg.width ** -0.5
+        logits_BTV = matmul(x_BTD.float(), model.head_VD(weights).t()) * model.cfg.width ** -0.5
     else:
-        logits_BTV = matmul(x_BTD, model.head_VD.t()).float()
+        logits_BTV = matmul(x_BTD, model.head_VD(weights).t()).float()
     logits_BTV = shard(logits_BTV, model.mesh, (BATCH, None, 'tensor'))
     V_ids = torch.arange(logits_BTV.shape[-1], device=x_BTD.device, dtype=targets_BT.dtype)
     at_target_BT = torch.where(targets_BT[..., None] == V_ids, logits_BTV, 0.).sum(-1)
@@ -186,12 +188,12 @@ def maxtext_loss(model: Model, ids_BT: torch.Tensor, targets_BT: torch.Tensor) -
 
 # ---- The step ----
 
-def adafactor(model: Model, state: dict, lr: torch.Tensor):
+def adafactor(weights: dict[str, torch.Tensor], state: dict, lr: torch.Tensor):
     """HuggingFace's Adafactor as torchprime calls it: without momentum, relative steps and scaling by the weight's size.
     The root mean squares are of each layer, as theirs."""
     state['step'].add_(1)
     beta = 1 - state['step'] ** -0.8
-    for name, w in model.named_parameters():
+    for name, w in weights.items():
         g, dims = w.grad.float(), tuple(range(1 if '_L' in name else 0, w.dim()))
         squared = g.square() + 1e-30
         if len(dims) == 2:
@@ -209,11 +211,11 @@ def adafactor(model: Model, state: dict, lr: torch.Tensor):
         w.grad = None
 
 
-def torchprime_step(model: Model, state: dict, ids_BT, labels_BT, lr) -> torch.Tensor:
-    loss = torchprime_loss(model, ids_BT, labels_BT)
+def torchprime_step(model: Model, weights: dict[str, torch.Tensor], state: dict, ids_BT, labels_BT, lr) -> torch.Tensor:
+    loss = torchprime_loss(model, weights, ids_BT, labels_BT)
     loss.backward()
     with torch.no_grad():
-        adafactor(model, state, lr)
+        adafactor(weights, state, lr)
     return loss.detach()[None]
 
 
@@ -253,13 +255,13 @@ def make_step(row: Row, mesh, device) -> aot.Step:
         else:
             state[f'sq.{name}'] = make(shape, spec)
     state['step' if row.style == 'torchprime' else 'adam_t'] = make((), ())
-    model = Model(row, cfg, weights, mesh)
+    from nano.trace import Once
+    model = Model(row, cfg, mesh)
     batch = {name: make((row.batch, row.seq_len), (BATCH, None), torch.int32) for name in ('ids_BT', 'targets_BT')}
     lr = torch.zeros(1, device=device)
-    run = partial(torchprime_step, model, state) if row.style == 'torchprime' else partial(
-        train_gpt.train_step, cfg, model, state)
-    tokens = row.batch * row.seq_len
-    return aot.Step(weights, state, batch | dict(lr=lr), lambda: run(*batch.values(), lr), 'tokens', tokens, 1000,
+    step = partial(torchprime_step, model) if row.style == 'torchprime' else partial(train_gpt.train_step, cfg, model)
+    update, tokens = Once(step, changes=2), row.batch * row.seq_len
+    return aot.Step(weights, state, batch | dict(lr=lr), lambda: update(weights, state, *batch.values(), lr), 'tokens', tokens, 1000,
                     train_gpt.flops_per_token(cfg) * tokens, train_gpt.FLOPS_RULE)
 
 
