@@ -58,7 +58,7 @@ class Loop:
     for its shapes. Not differentiable: it is the body that may compute gradients."""
 
     def __init__(self, body: Callable, reverse: bool = False, name: str = 'loop'):
-        self.body, self.reverse, self.name, self.computation = body, reverse, name, None
+        self.body, self.reverse, self.name, self.computation, self._traced = body, reverse, name, None, None
 
     @torch.no_grad()
     def __call__(self, carry: Any, xs: Any) -> tuple[Any, Any]:
@@ -204,7 +204,7 @@ class _Scan(torch.autograd.Function):
         forward, alias_input, ctx.backward_loop = loops
         ctx.names, xs = names, dict(zip(names, stacked))
         out, (_, saved) = forward(x, xs)
-        if forward._traced.seeds:
+        if forward._traced and forward._traced.seeds:
             raise RuntimeError('a layer in scan draws random numbers: draw them outside and pass them with the weights')
         ctx.save_for_backward(*alias_input(saved, xs))  # what the forward loop saved, and those weights that are needed
         return out

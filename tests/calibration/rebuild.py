@@ -60,7 +60,7 @@ name_it.register_autograd(lambda ctx, grad: (grad, None))
 
 
 def moved(names: tuple[str, ...]):
-    """A rule of rematerialization as in nano/scan.py: the named tensors wait for the backward pass on the host, and all
+    """A rule of rematerialization as in nano/trace.py: the named tensors wait for the backward pass on the host, and all
     else but the layer's input, if that is not named, is computed again."""
     from torch._functorch import partitioners
     from torch_xla.experimental import stablehlo_custom_call  # noqa: F401, defines the two operators
