@@ -54,8 +54,8 @@ class Once:
 
 class Loop:
     """`carry, results = body(carry, slices)` along the first dimension of `xs`, from its end with `reverse`: all of
-    these are tensors, or nests of lists and dicts of tensors and None. The results are stacked. Traced at the first call,
-    for its shapes. Not differentiable: it is the body that may compute gradients."""
+    these are tensors, or nests of lists and dicts of tensors and None. The results are stacked. It is traced at the first
+    call, for its shapes. Not differentiable: it is the body that may compute gradients."""
 
     def __init__(self, body: Callable, reverse: bool = False, name: str = 'loop'):
         self.body, self.reverse, self.name, self.computation, self._traced = body, reverse, name, None, None
