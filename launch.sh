@@ -166,7 +166,7 @@ is_ready || set_up
 
 if [ "${1-}" = test ]; then
   shift
-  [ $# -gt 0 ] || set -- -q -m 'not slow' tests
+  [ $# -gt 0 ] || set -- -q -m 'not slow' -n 2 --dist loadfile tests
   cd "$here"
   exec "$py" -m pytest "$@"
 fi

@@ -589,7 +589,7 @@ def train(cfg: Config, stop: runtime.StopSignal):
         raise UserError(f'--vocab_size {cfg.vocab_size}: {cfg.data} has token ids up to {manifest["vocab_size"] - 1}')
     tokenizer_file = manifest['tokenizer'] and os.path.join(cfg.data, manifest['tokenizer']['file'])
     data = dict(data=shards.fingerprint(manifest), separator=manifest['separator'],
-                tokenizer=manifest['tokenizer'] and manifest['tokenizer']['sha256'], labels=None)
+                tokenizer=manifest['tokenizer'] and manifest['tokenizer']['sha256'])
     start = resume.find(cfg, data, SHAPE, MAY_DIFFER, HUGGINGFACE)
     if start.complete(cfg):
         return

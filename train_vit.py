@@ -802,7 +802,7 @@ def export(cfg: Config):
     with torch.no_grad():
         found['pos_TD'] = position_table(then, found.get('pos_TD'), then.image_size // then.patch, torch.device('cpu'))
     dtype = torch.float32 if cfg.dtype == 'auto' else matmul_dtype(cfg)
-    hf_vit.write(cfg.export, asdict(then), found, meta['labels'], SEEN, dtype)
+    hf_vit.write(cfg.export, asdict(then), found, meta.get('labels'), SEEN, dtype)
     print(f'wrote {cfg.export}: the weights of {source} in timm\'s names, {dtype}')
 
 

@@ -18,7 +18,7 @@ from nano.tokenizer import write_huggingface
 
 # What a checkpoint says of itself beside its step.
 META = dict(consumed=int, units=int, best=float, wall_s=float, owed=bool, tokenizer=(str, type(None)),
-            separator=(int, type(None)), labels=(list, type(None)), data=str, config=dict)
+            separator=(int, type(None)), data=str, config=dict)  # and labels of train_vit.py, a list of names
 TOKENIZERS = 'tokenizer.model', 'tokenizer.json'
 
 
@@ -143,8 +143,8 @@ class Start:
 def find(cfg: Any, data: dict[str, Any], shape: Sequence[str], may_differ: Sequence[str], foreign: Foreign) -> Start:
     """Where the run of `cfg` starts. `shape` are the options that make the model: others are refused, as many models
     have weights of the same shapes, and would go on with a high loss and no error. `may_differ`: those of them that
-    may all the same, when only the weights are taken. `data` has META's names data, tokenizer, separator and labels.
-    Raises UserError."""
+    may all the same, when only the weights are taken. `data` has META's names data, tokenizer and separator. Raises
+    UserError."""
     tokenizer = data['tokenizer']
     folder = Folder(cfg.out)
     if checkpoint.is_one(folder.out) or checkpoint.holds_some(folder.out):
@@ -172,7 +172,7 @@ def find(cfg: Any, data: dict[str, Any], shape: Sequence[str], may_differ: Seque
     elif cfg.init_from:
         start.path = source(cfg.init_from)
         then = checkpoint.read_meta(start.path, META)
-        start.then, start.labels = then['config'], then['labels']
+        start.then, start.labels = then['config'], then.get('labels')
         _check_model(cfg, start.path, start.then, shape, may_differ)
         _check_tokenizer(cfg, start.path, then['tokenizer'], tokenizer)
     return start

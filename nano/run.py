@@ -32,8 +32,8 @@ from nano.track import Meter, Tracker
 
 class Run:
     """Of one process; use it in `with`. `cfg` has the options that are read here. `data`: what a checkpoint says of its
-    data, the names data, tokenizer, separator and labels of resume.META. `unit` is what throughput counts, such as 'tokens';
-    `units` of it, and `flops`, are in a step."""
+    data, the names data, tokenizer and separator of resume.META, and perhaps labels. `unit` is what throughput counts,
+    such as 'tokens'; `units` of it, and `flops`, are in a step."""
 
     def __init__(self, cfg: Any, rt: runtime.Runtime, mesh, start: resume.Start, stop: runtime.StopSignal,
                  data: dict[str, Any], unit: str, units: int, flops: float):

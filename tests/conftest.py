@@ -19,6 +19,7 @@ import pytest  # noqa: E402
 
 # NANO_SEED=N repeats a run whose random cases failed; without it each run draws new ones.
 SEED = int(os.environ.get('NANO_SEED') or random.SystemRandom().randrange(10**6))
+os.environ['NANO_SEED'] = str(SEED)  # for the processes of -n, which share it
 
 
 def pytest_report_header(config):

@@ -205,7 +205,7 @@ def test_tests_have_their_own_requirements_and_default_arguments(machine):
     machine.run()
     assert machine.did() == ONCE
     done = machine.run('test', cwd='/')
-    assert done.out.splitlines()[-1] == str(['-m', 'pytest', '-q', '-m', 'not slow', 'tests'])
+    assert done.out.splitlines()[-1] == str(['-m', 'pytest', '-q', '-m', 'not slow', '-n', '2', '--dist', 'loadfile', 'tests'])
     assert machine.did() == [ONCE[1] + ' -rtests/requirements.txt', ONCE[2]]  # beside the others, .venv not made again
     assert machine.run('test', '-k', 'a or b').out == str(['-m', 'pytest', '-k', 'a or b']) + '\n'
     machine.run()
