@@ -7,8 +7,7 @@
 
 The preset s16 is ViT-S/16 on ImageNet-1k as in "Better plain ViT baselines for ImageNet-1k" (Beyer et al. 2022): 90
 epochs, where its authors report 76.5% top-1, or 80% with --steps 375000 (300 epochs). Predicted by --plan, and not run:
-1.3 hours on v5e-8 and 0.8 on v6e-8 (300 epochs: 4.3 and 2.6), evaluation and saving left out, if the host traces a step
-as fast as the chips do it, in 41 and 25 ms.
+1.1 hours on v5e-8 and 0.7 on v6e-8 (300 epochs: 3.8 and 2.4), evaluation and saving left out.
 
 Read it top to bottom, or by its differences to train_gpt.py: options, model, sharding, optimizer, training step with
 augmentation, evaluation, the loop.
