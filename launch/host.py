@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 import zlib
 from pathlib import Path
 
@@ -92,6 +93,11 @@ class Host:
         with contextlib.suppress(OSError):
             temp.write_text(json.dumps(self.record, indent=1))
             os.replace(temp, self.folder / 'run.json')
+
+    def finish(self, code):
+        """The end of the record: every run that is over has these three."""
+        self.note(phase='ended', code=code, ended=time.time(), unheard=self.unheard)
+        return code
 
     def show(self):
         """In the foreground the log is copied to stdout, until nobody is there to read it (a lost ssh session). It does
@@ -274,9 +280,8 @@ class Host:
                 server.bind(('', self.port))
             except OSError as e:
                 self.say(f'error: port {self.port} cannot be had here ({e.strerror}): NANO_PORT=... is another one')
-                self.note(phase='ended', code=2)
                 self.show()
-                return 2
+                return self.finish(2)
             server.listen(256)
         if self.index == 0:
             self.report('hello', **self.hello())
@@ -326,8 +331,7 @@ class Host:
                 self.unheard = True
                 break
             time.sleep(.05)
-        self.note(phase='ended', code=code, ended=time.time(), unheard=self.unheard)
-        return code
+        return self.finish(code)
 
     def hear(self, link, message, strangers):
         if self.link:
@@ -367,7 +371,7 @@ class Host:
     def connect(self):
         until, hello, before = time.monotonic() + JOIN_S, self.hello(), ''
         for record in runs.records(self.name):
-            if 'code' in record and time.time() - record['ended'] < REPEAT_S:
+            if 'code' in record and time.time() - record.get('ended', 0) < REPEAT_S:
                 before = (f'; or this command is a repeat of gcloud\'s: the run before has ended with exit code '
                           f'{record["code"]}')
         while not self.asked:
@@ -440,7 +444,13 @@ def run(script, args):
         return tell(before)
     with contextlib.suppress(OSError):
         host.folder.mkdir(exist_ok=True)
-    return never_255(host.run(), host)
+    try:
+        code = host.run()
+    except Exception:  # of this file: told where the run's log is read; the script ends with this process
+        host.say(f'error: this supervisor has failed:\n{traceback.format_exc()}')
+        host.show()
+        code = host.finish(1)
+    return never_255(code, host)
 
 
 def never_255(code, host):
@@ -461,7 +471,7 @@ def heard_by_nobody(host):
         return runs.newest(host.name, host.id)
     before = runs.newest(host.name)
     if before and before.get('unheard') and not (Path(before['folder']) / 'heard').exists() and (
-            before['command'] == host.record['command'] and 0 <= time.time() - before['ended'] < REPEAT_S):
+            before['command'] == host.record['command'] and 0 <= time.time() - before.get('ended', 0) < REPEAT_S):
         return before
 
 
@@ -485,7 +495,7 @@ def already(host, then):
     print(text, file=sys.stderr)
     if host.detached:
         host.say(text)
-        host.note(phase='ended', code=2)
+        host.finish(2)
     return 2
 
 

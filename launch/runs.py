@@ -267,6 +267,10 @@ def log(name=''):
                 write(line)
     except (OSError, TypeError):
         say('no log')
+    with contextlib.suppress(OSError, TypeError):  # what launch.sh said itself, if it broke
+        text = Path(record['folder'], 'launch.txt').read_bytes()
+        for line in text.splitlines() if b'Traceback' in text else ():
+            write(line)
     return 0
 
 

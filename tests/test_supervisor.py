@@ -395,6 +395,37 @@ def test_another_run_of_the_same_name_is_refused(pod):
     assert first[0].wait(10) == 0
 
 
+def test_a_start_after_a_refused_one(pod):
+    """Which leaves a record too; older ones say only how the run ended."""
+    pod = pod(2)
+    first = [pod.start(i, do='time.sleep(60)') for i in range(2)]
+    wait_for(lambda: all(pod.started(i) for i in range(2)))
+    for i in range(2):
+        (pod.home(i) / 'nano/runs/train_toy/no').mkdir()
+        assert pod.start(i, 'other', NANO_ID='no', NANO_DETACHED='yes').wait(20) == 2
+        path = pod.home(i) / 'nano/runs/train_toy/no/run.json'
+        record = json.loads(path.read_text())
+        assert record['code'] == 2 and record['ended'] and record['unheard'] is False
+        path.write_text(json.dumps({k: v for k, v in record.items() if k not in ('ended', 'unheard')}))
+    pod.ask(0, 'stop')
+    assert [p.wait(20) for p in first] == [143, 143]
+    for i in range(2):
+        pod.start(i)
+    assert pod.ends()[0] == [0, 0]
+
+
+def test_a_supervisor_that_fails_says_so_in_the_log(pod):
+    pod = pod(1)
+    with open(pod.home(0) / 'checkout/launch/host.py') as f:
+        text = f.read()
+    (pod.home(0) / 'checkout/launch/host.py').write_text(text.replace('    def watch_asked(self):\n',
+                                                                      '    def watch_asked(self):\n        1 / 0\n'))
+    pod.start(0)
+    codes, said = pod.ends()
+    assert codes == [1] and 'supervisor has failed' in said[0] and 'ZeroDivisionError' in said[0]
+    assert 'ended with 1' in pod.ask(0, 'status') and 'ZeroDivisionError' in pod.ask(0, 'log')
+
+
 def test_exit_code_255_is_not_taken_for_a_lost_connection(pod):
     pod = pod(2)
     for i in range(2):
