@@ -4,7 +4,8 @@
 #   bash launch.sh                        train_gpt.py with its defaults
 #   bash launch.sh SCRIPT ARGS...         any script of this checkout; ARGS arrive exactly as typed
 #   bash launch.sh test [PYTEST ARGS...]  the tests
-#   TPU=NAME bash launch.sh SCRIPT ARGS   on all workers of a TPU slice; see launch/slice.sh
+#   TPU=NAME bash launch.sh SCRIPT ARGS   on all workers of a TPU slice; see launch/slice.sh. Here all the same: --plan,
+#                                         --help, the scripts of data/
 #
 # Setting up makes .venv beside this file, with the versions of requirements.txt. Later launches find it and start at
 # once. PYTHON=/path/to/python3.12 chooses the Python, UV=no installs by pip alone. .venv may be deleted at any time.
@@ -34,7 +35,10 @@ test) need+=(tests/requirements.txt) ;;
 *)
   script=$here/${1:-train_gpt.py}
   [ -f "$script" ] || die "no script '${1:-train_gpt.py}'; there are: $(scripts)test" 2
-  [ -z "${TPU-}" ] || { [ $# -gt 0 ] || set -- train_gpt.py; exec bash "$here/launch/slice.sh" "$@"; }
+  afar=${TPU-} # what asks for no chips runs here, also where TPU=... is exported
+  case ${1-} in data/* | ./data/*) afar= ;; esac
+  for arg in "${@:2}"; do case $arg in --plan | --plan=* | -h | --help) afar= ;; esac; done
+  [ -z "$afar" ] || { [ $# -gt 0 ] || set -- train_gpt.py; exec bash "$here/launch/slice.sh" "$@"; }
   ;;
 esac
 

@@ -26,7 +26,10 @@ from pathlib import Path
 from launch import facts, runs
 from launch.runs import GRACE_S, LOST, STOP_S, kill_group, ticks
 
-JOIN_S = float(os.environ.get('NANO_JOIN_S', 600))  # all must have come by then
+JOIN_S = os.environ.get('NANO_JOIN_S', '600')  # all must have come by then
+if not re.fullmatch('[0-9]{1,6}', JOIN_S):
+    sys.exit(f'error: NANO_JOIN_S={JOIN_S}: give a whole number of seconds, such as 600')
+JOIN_S = int(JOIN_S)
 SILENCE_S = float(os.environ.get('NANO_SILENCE_S', 30))  # a host that says nothing for so long is lost
 REPEAT_S = 600  # so long after a run whose end nobody heard, the same command is a repeat of gcloud's
 STOPPED = (129, 130, 143)  # a script that was asked to end, and did
@@ -70,7 +73,10 @@ class Host:
         self.id = re.sub(r'[^A-Za-z0-9._-]', '_', os.environ.get('NANO_ID', '')).lstrip('.-')
         self.detached = 'NANO_DETACHED' in os.environ  # slice.sh: the log is followed by another command
         self.folder = runs.home() / self.name / (self.id or time.strftime('%Y%m%d-%H%M%S-') + str(os.getpid()))
-        self.port = int(os.environ.get('NANO_PORT', 20000 + zlib.crc32(self.name.encode()) % 10000))
+        port = os.environ.get('NANO_PORT', str(20000 + zlib.crc32(self.name.encode()) % 10000))
+        if not re.fullmatch('[0-9]{4,5}', port) or not 1024 <= int(port) <= 65535:
+            sys.exit(f'error: NANO_PORT={port}: give a number from 1024 to 65535, or leave it out')
+        self.port = int(port)
         self.record = dict(name=self.name, id=self.folder.name, index=self.index, count=len(self.hosts),
                            command=[os.path.relpath(self.script, self.checkout), *args], cwd=os.getcwd(),
                            pid=os.getpid(), ticks=ticks(os.getpid()), boot=runs.boot(), started=time.time())
@@ -302,7 +308,9 @@ class Host:
                 try:
                     for message in socks[sock].receive():
                         self.hear(socks[sock], message, strangers)
-                except (EOFError, ValueError):
+                except Exception as e:  # whatever comes from a stranger, or from a host that is none, ends no run
+                    if not isinstance(e, (EOFError, ValueError)) and socks[sock] not in strangers:
+                        self.say(f'not understood: {e!r}')
                     self.lost(socks[sock], strangers)
             now = time.monotonic()
             for link in [*self.links.values()] + ([self.link] if self.link else []):
@@ -315,7 +323,7 @@ class Host:
             if self.index == 0 and self.phase == 'joining' and len(self.facts) < len(self.hosts) and now > deadline:
                 missing = ', '.join(str(i) for i in range(len(self.hosts)) if i not in self.facts)
                 self.fail(None, 2, f'nothing was started: worker {missing} of {len(self.hosts)} did not come within '
-                          f'{JOIN_S:.0f} s. Likely causes: {CAUSES}')
+                          f'{JOIN_S} s. Likely causes: {CAUSES}')
             if self.index == 0 and self.kill_at and now > self.kill_at and self.verdict is None and self.codes:
                 self.order('end', code=self.first, text='stopped; not all hosts ended in time')
             self.watch_asked()
@@ -343,6 +351,8 @@ class Host:
             if message.get('run') != self.name or index in self.facts:
                 there = f'worker {index} has come already' if index in self.facts else f'the run there is {self.name}'
                 link.send('end', code=2, text=f'error: worker 0 does not take this one into its run: {there}')
+                return self.lost(link, strangers)
+            if not isinstance(message.get('versions'), dict) or not {'host', 'chips', 'busy', 'revision'} <= {*message}:
                 return self.lost(link, strangers)
             strangers.remove(link)
             self.links[index] = link
@@ -381,7 +391,7 @@ class Host:
                 return
             except OSError as e:
                 if time.monotonic() > until:
-                    self.say(f'error: no answer from worker 0 ({self.hosts[0]}:{self.port}) within {JOIN_S:.0f} s '
+                    self.say(f'error: no answer from worker 0 ({self.hosts[0]}:{self.port}) within {JOIN_S} s '
                              f'({e}). Likely causes: {CAUSES}{before}')
                     self.verdict = 2
                     return

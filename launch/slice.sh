@@ -145,7 +145,8 @@ pack() { # the checkout as git would have it, edits included; sets revision
   describe=$(git describe --always --dirty 2>/dev/null || echo new)
   revision=${describe//[^A-Za-z0-9._-]/_}-$(xargs -0 sha256sum -- <"$tmp/files" | sha256sum | cut -c1-12)
   printf '%s\n' "$revision" >"$tmp/.revision"
-  tar -czf "$tmp/checkout.tgz" --null -T "$tmp/files" --transform='s,^,./,S' -C "$tmp" --add-file=.revision
+  tar -czf "$tmp/checkout.tgz" --null -T "$tmp/files" --transform='s,^,./,S' -C "$tmp" --add-file=.revision ||
+    die "$root could not be packed into $tmp, see above (a full disk, a file that may not be read?): nothing was started"
   cd - >/dev/null
   local size=$(($(stat -c %s "$tmp/checkout.tgz") >> 20))
   [ "$size" -lt 100 ] || say "packed, $root has $size MB: what the workers do not need belongs in .gitignore"
@@ -312,20 +313,45 @@ keep_alive() { # keep_alive TYPE SCRIPT ARGS...
 
 # ---- The command line ----
 
+whole() { # whole NAME LEAST MOST: whether it is such a number, or not set
+  local value=${!1-}
+  [ -z "$value" ] || { [[ $value =~ ^[0-9]{1,6}$ ]] && ((10#$value >= $2 && 10#$value <= $3)); } ||
+    die "$1=$value: give a whole number from $2 to $3, or leave it out" 2
+}
+whole NANO_PORT 1024 65535
+whole NANO_JOIN_S 1 999999
+take_type() { # take_type ARGS: sets type, spot, which may stand before or after it, and taken, how many words these are
+  type='' taken=0
+  while [ $# -gt 0 ]; do
+    case $1 in
+    --spot) spot=yes ;;
+    -*) break ;;
+    *) [ -z "$type" ] || break; type=$1 ;;
+    esac
+    taken=$((taken + 1))
+    shift
+  done
+  [ -n "$type" ]
+}
+alone() { # what takes no more words
+  [ $# -eq 1 ] || die "$1 takes no '$2': the slice is TPU=NAME, the run RUN=NAME, before bash launch.sh $1" 2
+}
+
 spot=
 run=$(clean "${RUN-}") # '': the newest
 case $1 in
 --create)
-  [ $# -ge 2 ] || die 'which type? bash launch.sh --create v5e-64 [--spot]' 2
-  case ${3-} in --spot) spot=yes ;; ?*) die "--create TYPE [--spot]: $3?" 2 ;; esac
-  TPU=${TPU:-$2}
+  shift
+  take_type "$@" || die 'which type? bash launch.sh --create v5e-64 [--spot]' 2
+  [ $# -eq "$taken" ] || die "--create TYPE [--spot] takes no '${*:taken+1:1}'; the slice's name is TPU=NAME" 2
+  TPU=${TPU:-$type}
   need_name
-  create "$2"
+  create "$type"
   say "ready: TPU=$TPU ${ZONE:+ZONE=$ZONE }bash launch.sh SCRIPT ARGS...; it costs until bash launch.sh --delete" ;;
---delete) need_name; delete ;;
---attach) need_name; look || exit; follow "$run" '' ;;
+--delete) alone "$@"; need_name; delete ;;
+--attach) alone "$@"; need_name; look || exit; follow "$run" '' ;;
 --status | --stop | --logs)
-  need_name; look || exit
+  alone "$@"; need_name; look || exit
   verb=${1#--} code=0
   [ "$verb" != logs ] || verb=log
   all runs "python3 - $verb '$run'" || code=1
@@ -351,9 +377,9 @@ case $1 in
   exit "$code" ;;
 --keep-alive)
   need_name
-  type=${2-}
-  shift 2 || die '--keep-alive TYPE [--spot] SCRIPT ARGS...' 2
-  [ "${1-}" != --spot ] || { spot=yes; shift; }
+  shift
+  take_type "$@" || die '--keep-alive TYPE [--spot] SCRIPT ARGS...' 2
+  shift "$taken"
   [ $# -gt 0 ] || die '--keep-alive TYPE [--spot] SCRIPT ARGS...' 2
   keep_alive "$type" "$@" ;;
 -*) die "no option $1; bash launch.sh --help lists them" 2 ;;

@@ -481,6 +481,38 @@ def test_odd_names(laptop):
         assert done.returncode == 2 and 'is no name' in done.err
 
 
+def test_words_that_mean_nothing_are_refused(tmp_path):
+    laptop = Laptop(tmp_path, 1)
+    for verb in ('--delete', '--stop', '--attach', '--status', '--logs'):
+        done = laptop.run(verb, 'mine')
+        assert done.returncode == 2 and f"{verb} takes no 'mine': the slice is TPU=NAME, the run RUN=NAME" in done.err
+    for args in (['v5e-16', '--spot', '--foo'], ['v5e-16', 'mine'], ['--spot', 'v5e-16', 'mine']):
+        done = laptop.run('--create', *args)
+        assert done.returncode == 2 and f"takes no '{args[-1]}'" in done.err
+    for name, value in (('NANO_PORT', 'abc'), ('NANO_PORT', '99999'), ('NANO_JOIN_S', 'abc'), ('NANO_PORT', '08')):
+        done = laptop.run('train_toy.py', **{name: value})
+        assert done.returncode == 2 and f'{name}={value}: give a whole number from ' in done.err
+    assert not (laptop.cloud / 'calls.jsonl').exists()
+
+
+def test_what_needs_no_chips_runs_here(tmp_path):
+    laptop = Laptop(tmp_path, 1)
+    (laptop.checkout / 'data').mkdir()
+    (laptop.checkout / 'data' / 'x.py').touch()
+    for args in (['train_toy.py', '--plan', 'v5e-16'], ['train_toy.py', '--help'], ['data/x.py', 'y']):
+        assert 'PYTHON=none does not fit' in laptop.run(*args, PYTHON='none').err  # it would set this machine up
+    assert not (laptop.cloud / 'calls.jsonl').exists()
+
+
+def test_a_checkout_that_cannot_be_packed(laptop):
+    laptop = laptop(1)
+    (tmp := laptop.cloud.parent / 'bin' / 'tar').write_text('#!/bin/sh\nexit 2\n')
+    tmp.chmod(0o755)
+    done = laptop.run('train_toy.py')
+    assert done.returncode == 1 and 'could not be packed' in done.err
+    assert not [c for c in laptop.calls() if c[3] == 'ssh']
+
+
 def test_delete(laptop):
     laptop = laptop(1)
     assert laptop.run('--delete').returncode == 0 and not (laptop.cloud / 'pod').exists()

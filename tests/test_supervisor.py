@@ -366,7 +366,8 @@ def test_strangers_at_the_port(pod):
             s.sendall(line + b'\n')
             return s.makefile().readline()
     wait_for(lambda: 'host 0 of 2' in ''.join(p.read_text() for p in pod.home(0).glob('nano/runs/*/*/log.txt')))
-    for line in (b'GET / HTTP/1.1', b'[1]', b'{"kind": "hello", "index": [1]}', b'{"kind": "end"}', b'\xff'):
+    for line in (b'GET / HTTP/1.1', b'[1]', b'{"kind": "hello", "index": [1]}', b'{"kind": "end"}', b'\xff',
+                 b'[' * 200_000, b'{"kind": "hello", "index": 1, "run": "train_toy"}'):
         assert knock(line) == ''
     assert 'the run there is train_toy' in knock(b'{"kind": "hello", "index": 1, "run": "other"}')
     pod.start(1)
@@ -381,6 +382,14 @@ def test_a_lock_of_another_user_is_not_taken_for_stale(tmp_path, monkeypatch):
     monkeypatch.setattr(os, 'getuid', lambda: 54321)
     text, stale = runs.device()
     assert f'sudo fuser -v {tmp_path}/lock' in text and not stale
+
+
+@pytest.mark.parametrize('name, value', [('NANO_PORT', 'abc'), ('NANO_PORT', '99999'), ('NANO_JOIN_S', 'abc')])
+def test_numbers_that_are_none(pod, name, value):
+    pod = pod(1)
+    pod.start(0, **{name: value})
+    codes, said = pod.ends()
+    assert codes == [1] and said[0].startswith(f'error: {name}={value}: give a ')
 
 
 def test_another_run_of_the_same_name_is_refused(pod):
