@@ -575,7 +575,7 @@ def test_rows_of_hosts(devices):
     # What torch_xla puts on each device is what is computed above.
     for sizes in ('2,2,2', '1,8,1'):
         mesh = runtime.make_mesh(sizes, 8)
-        _, _, to_device = on_device(SMALL, mesh)
+        _, _, _, to_device = on_device(SMALL, mesh)
         ids, _ = to_device(np.arange(16, dtype=np.int32)[:, None].repeat(32, 1), np.zeros((16, 32), np.int32))
         shards_, = torch_xla._XLAC._get_local_shards([ids])
         for device, (part, name) in enumerate(shards_):

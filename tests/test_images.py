@@ -38,7 +38,7 @@ def run(*args, code=0):
     out, err = io.StringIO(), io.StringIO()
     args = [*map(str, args), *(() if '--workers' in args else ('--workers', '1'))]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), \
-            mock.patch.multiple(sys.modules['__main__'], __spec__=None, __file__=None):
+            mock.patch.multiple(sys.modules['__main__'], __spec__=None, __file__=None, create=True):
         found = script.main(args)
     assert found == code, (found, out.getvalue(), err.getvalue())
     if code == 2:
