@@ -3,10 +3,17 @@
 #
 #   bash launch.sh --create v5e-64 [--spot]              asks for a slice as a queued resource, and waits
 #   TPU=NAME ZONE=... bash launch.sh SCRIPT ARGS...      runs a script on all workers and follows it; Ctrl-C detaches
-#   bash launch.sh --attach | --status | --stop          follows; a line for each worker; ends the run
-#   bash launch.sh --logs | --ssh 'COMMAND'              fetches all logs; runs a command on all workers
+#   bash launch.sh --attach                              follows the run that is alive, else shows the newest
+#   bash launch.sh --status                              a line for each worker
+#   bash launch.sh --stop                                ends the run, after a checkpoint
+#   bash launch.sh --logs                                fetches all logs to out/logs
+#   bash launch.sh --ssh 'COMMAND'                       runs a command on all workers
 #   bash launch.sh --keep-alive v5e-64 [--spot] SCRIPT ARGS...   and creates the slice again when it was preempted
 #   bash launch.sh --delete                              deletes the slice
+#
+# Exit code: the script's; 1 if this side failed, 2 for a mistyped command or a start that was refused, 75 if a host was
+# lost, 143 after --stop. TRIES=3: after so many failures of the script in a row, each within ten minutes, --keep-alive
+# gives up.
 #
 # TPU=NAME says which slice (--create: its type, if it is not set), ZONE= and PROJECT= where, if gcloud's configuration
 # does not, RUN=NAME which run (else the last part of --out), RUNTIME= another software version of the TPU VM. What goes
