@@ -194,6 +194,9 @@ class Host:
                 self.agree('start', 'data')
         elif kind == 'stopping' and not self.stopping:
             self.say(f'worker {index} was asked to stop')
+            if message.get('by_stop'):
+                with contextlib.suppress(OSError):
+                    (self.folder / 'stopped').touch()  # slice.sh asks worker 0
             self.order('stop')
         elif kind == 'ended' and index not in self.codes:
             code = self.codes[index] = message['code']
@@ -418,7 +421,7 @@ class Host:
             else:
                 self.stopping = True
                 self.terminate(STOP_S)
-                self.report('stopping')
+                self.report('stopping', by_stop=(self.folder / 'stopped').exists())
 
 
 def run(script, args):

@@ -194,6 +194,8 @@ def follow(name='', run_id='', skip=0, tag=TAG):
     if record and 'code' not in record:
         write(f'hosts: this worker\'s supervisor (pid {record["pid"]}) is gone without a word: rebooted or killed'
               .encode(), tag)
+    if tag and folder and (folder / 'stopped').exists():
+        write(b'stopped', b'@')
     sys.stdout.flush()
     return record.get('code', LOST) if record else 2
 
@@ -224,6 +226,8 @@ def stop(name=''):
     ok = True
     for r in found:
         if r['alive']:
+            with contextlib.suppress(OSError):  # that a person asked: a preemption sends SIGTERM as well
+                Path(r['folder'], 'stopped').touch()
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(r['pid'], signal.SIGTERM)
             until = time.monotonic() + STOP_S + GRACE_S + 30

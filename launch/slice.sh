@@ -3,10 +3,17 @@
 #
 #   bash launch.sh --create v5e-64 [--spot]              asks for a slice as a queued resource, and waits
 #   TPU=NAME ZONE=... bash launch.sh SCRIPT ARGS...      runs a script on all workers and follows it; Ctrl-C detaches
-#   bash launch.sh --attach | --status | --stop          follows; a line for each worker; ends the run
-#   bash launch.sh --logs | --ssh 'COMMAND'              fetches all logs; runs a command on all workers
+#   bash launch.sh --attach                              follows the run that is alive, else shows the newest
+#   bash launch.sh --status                              a line for each worker
+#   bash launch.sh --stop                                ends the run, after a checkpoint
+#   bash launch.sh --logs                                fetches all logs to out/logs
+#   bash launch.sh --ssh 'COMMAND'                       runs a command on all workers
 #   bash launch.sh --keep-alive v5e-64 [--spot] SCRIPT ARGS...   and creates the slice again when it was preempted
 #   bash launch.sh --delete                              deletes the slice
+#
+# Exit code: the script's; 1 if this side failed, 2 for a mistyped command or a start that was refused, 75 if a host was
+# lost, 143 after --stop. TRIES=3: after so many failures of the script in a row, each within ten minutes, --keep-alive
+# gives up.
 #
 # TPU=NAME says which slice (--create: its type, if it is not set), ZONE= and PROJECT= where, if gcloud's configuration
 # does not, RUN=NAME which run (else the last part of --out), RUNTIME= another software version of the TPU VM. What goes
@@ -19,7 +26,9 @@ tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 nap=${NANO_NAP:-10} # seconds between two tries or looks; tests have less time
 n=0                 # workers of the slice
+: >"$tmp/own"
 
+own() { printf '%s' "$1" >"$tmp/own"; } # how a run ended for this side: a script may end with any exit code
 say() { printf 'slice.sh: %s\n' "$1" >&2; }
 die() { printf 'error: %s\n' "$1" >&2; exit "${2-1}"; }
 [ "${BASH_VERSINFO[0]}" -ge 5 ] || # as on macOS, whose tar and sed differ as well
@@ -32,11 +41,16 @@ advice() { # on what gcloud said, in file $1
   case $(<"$1") in
   *[Qq]uota* | *RESOURCE_EXHAUSTED*) say "no quota or capacity for this: https://cloud.google.com/tpu/docs/quota; spot \
 chips have a quota of their own (--spot), and other zones may have room" ;;
+  *[Bb]illing*) say 'link the project to a billing account: https://console.cloud.google.com/billing/projects' ;;
   *SERVICE_DISABLED* | *"has not been used in project"*) say 'run: gcloud services enable tpu.googleapis.com' ;;
-  *PERMISSION_DENIED* | *"does not have permission"*) say 'your account (gcloud auth list) needs the role TPU Admin \
-(roles/tpu.admin) in this project (PROJECT=...)' ;;
+  *PERMISSION_DENIED* | *"does not have permission"*) say "your account (gcloud auth list) needs the role TPU Admin \
+(roles/tpu.admin) in this project (PROJECT=...)" ;;
   *ALREADY_EXISTS* | *"already exists"*) say "there is a slice ${TPU-} already: use it, or bash launch.sh --delete" ;;
-  *"auth login"* | *credentials*) say 'run: gcloud auth login' ;;
+  *"auth login"* | *credentials* | *[Rr]eauthentication*) say 'run: gcloud auth login' ;;
+  *"ccelerator type"*"not found"*) say "no such type in this zone: gcloud compute tpus accelerator-types list" ;;
+  *"property [project]"* | *"[core/project]"*) say 'say which: PROJECT=..., or gcloud config set project PROJECT' ;;
+  *"to reach the server"* | *"ame resolution"* | *"Failed to resolve"* | *"Max retries"*) say "Google does not \
+answer: is this machine online? Then try again" ;;
   *NOT_FOUND* | *"not found"*) say "there is no slice ${TPU-} in this zone and project: look with gcloud compute tpus \
 queued-resources list, or make it with bash launch.sh --create TYPE" ;;
   *--zone* | *compute/zone*) say 'say where: ZONE=us-east5-b, or gcloud config set compute/zone us-east5-b' ;;
@@ -91,34 +105,74 @@ all() { # all FUNCTION COMMAND: confirmed, on all workers at once; sets bad to t
 }
 runs() { cat "$root/launch/runs.py"; } # is itself what the worker's Python reads
 
-look() { # sets n and state ('' if gcloud does not tell); fails if the slice is not usable
-  local found
-  state=
-  found=$(ask tpu-vm describe "$TPU" --format='value(state,networkEndpoints.len())') || return 1
+absent() { case $(<"$tmp/said") in *NOT_FOUND* | *"not found"*) ;; *) return 1 ;; esac; } # whether gcloud said so
+look() { # sets n; fails, and says why, if the slice is not usable
+  local found state
+  if ! found=$(quietly tpu-vm describe "$TPU" --format='value(state,networkEndpoints.len())'); then
+    cp "$tmp/said" "$tmp/why"
+    if absent && state=$(quietly queued-resources describe "$TPU" --format='value(state.state)'); then
+      say "slice $TPU is not there: its request is $state. bash launch.sh --create TYPE waits on, --delete ends it"
+    else
+      advice "$tmp/why"
+    fi
+    return 1
+  fi
   read -r state n <<<"$found"
   [ "$state" = READY ] || { say "slice $TPU is $state"; return 1; }
+}
+slice_state() { # sets state to up (and n), coming, gone (Google took it), none, or unknown (as without a network)
+  local found request
+  state=unknown
+  if ! request=$(quietly queued-resources describe "$TPU" --format='value(state.state)'); then
+    absent || return 0
+    request=none # none yet, or made by another command
+  fi
+  word=$request
+  case $request in
+  ACTIVE | none) ;;
+  SUSPENDED | FAILED) state=gone; return ;;
+  *) state=coming; return ;;
+  esac
+  if found=$(quietly tpu-vm describe "$TPU" --format='value(state,networkEndpoints.len())'); then
+    read -r word n <<<"$found"
+    case $word in READY) state=up ;; PREEMPTED | TERMINATED | STOPPED) state=gone ;; *) state=coming ;; esac
+  elif absent; then # the request tells soon what became of its node
+    if [ "$request" = none ]; then state=none; else state=coming word='without a node'; fi
+  fi
 }
 
 # ---- A slice ----
 
-create() { # create TYPE: returns when it can be used
-  local type=$1 state said='' began=$SECONDS runtime
-  case $type in
-  v5e-* | v5litepod-*) type=v5litepod-${type##*-} runtime=v2-alpha-tpuv5-lite ;;
+accelerator() { # accelerator TYPE: sets kind, as Google has it, and runtime
+  kind=$1
+  case $kind in
+  v5e-* | v5litepod-*) kind=v5litepod-${kind##*-} runtime=v2-alpha-tpuv5-lite ;;
   v6e-*) runtime=v2-alpha-tpuv6e ;;
   v5p-*) runtime=v2-alpha-tpuv5 ;;
   v4-*) runtime=tpu-ubuntu2204-base ;;
-  *) die "no type '$type': such as v5e-64, v6e-16, v5p-128 or v4-32 (python train_gpt.py --plan lists them)" 2 ;;
+  *) die "no type '$1': such as v5e-64, v6e-16, v5p-128 or v4-32 (python train_gpt.py --plan lists them)" 2 ;;
   esac
-  ask queued-resources create "$TPU" --node-id="$TPU" --accelerator-type="$type" \
-    --runtime-version="${RUNTIME:-$runtime}" ${spot:+--spot} --async >/dev/null || return 1
+}
+create() { # create TYPE: returns when it can be used
+  local state said='' began=$SECONDS
+  accelerator "$1"
+  if ! quietly queued-resources create "$TPU" --node-id="$TPU" --accelerator-type="$kind" \
+    --runtime-version="${RUNTIME:-$runtime}" ${spot:+--spot} --async >/dev/null; then
+    cp "$tmp/said" "$tmp/why"
+    case $(<"$tmp/why") in *ALREADY_EXISTS* | *"already exists"*) slice_state ;; *) state= ;; esac
+    [ "$state" = coming ] || { advice "$tmp/why"; return 1; }
+    say "slice $TPU is asked for already: waiting for that request, whatever its type"
+  fi
+  trap 'say "the request for slice $TPU stays, and costs once it is granted: the same command again waits on, bash \
+launch.sh --delete ends it"; exit 130' INT
   while :; do
     state=$(ask queued-resources describe "$TPU" --format='value(state.state)') || state='not to be seen just now'
     [ "$state" = "$said" ] || say "slice $TPU: $state, after $(((SECONDS - began) / 60)) min"
     said=$state
     case $state in
-    ACTIVE) return ;;
+    ACTIVE) trap - INT; return ;;
     FAILED | SUSPENDED)
+      trap - INT
       ask queued-resources describe "$TPU" --format='json(state)' >&2 || true
       say "it will not come: bash launch.sh --delete, and try another zone, type, or --spot"
       return 1 ;;
@@ -139,14 +193,13 @@ delete() {
 pack() { # the checkout as git would have it, edits included; sets revision
   local describe
   cd "$root"
-  git rev-parse --git-dir >/dev/null 2>&1 || die "$root is no git checkout, so what to copy is not known"
   git ls-files -z --cached --others --exclude-standard | sort -zu |
     while IFS= read -r -d '' file; do [ ! -f "$file" ] || printf '%s\0' "$file"; done >"$tmp/files"
   describe=$(git describe --always --dirty 2>/dev/null || echo new)
   revision=${describe//[^A-Za-z0-9._-]/_}-$(xargs -0 sha256sum -- <"$tmp/files" | sha256sum | cut -c1-12)
   printf '%s\n' "$revision" >"$tmp/.revision"
   tar -czf "$tmp/checkout.tgz" --null -T "$tmp/files" --transform='s,^,./,S' -C "$tmp" --add-file=.revision ||
-    die "$root could not be packed into $tmp, see above (a full disk, a file that may not be read?): nothing was started"
+    die "$root could not be packed into $tmp, see above (is the disk full, or may a file not be read?)"
   cd - >/dev/null
   local size=$(($(stat -c %s "$tmp/checkout.tgz") >> 20))
   [ "$size" -lt 100 ] || say "packed, $root has $size MB: what the workers do not need belongs in .gitignore"
@@ -202,7 +255,8 @@ clean() { # clean NAME: as name_of of facts.py
   printf '%s' "${name#"${name%%[^.-]*}"}"
 }
 name_run() { # the same name as facts.py's name_of gives
-  local i out=''
+  local i
+  out=''
   for ((i = 1; i <= $#; i++)); do
     case ${!i} in --out=*) out=${!i#--out=} ;; --out) i=$((i + 1)) && out=${!i-} ;; esac
   done
@@ -214,14 +268,15 @@ start() { # the command on all workers
   name_run "${command[@]}"
   id=$(date +%Y%m%d-%H%M%S)-$RANDOM
   say "revision $revision to the $n workers of $TPU, and setting them up (the first time takes minutes)"
-  all send_setup 'bash -s' || return 98
+  all send_setup 'bash -s' || { own unstarted; return 1; }
   say "all $n workers have $revision: starting run $run ($id)"
-  trap 'say "interrupted: some workers may have started; --stop ends them"; exit 130' INT
-  all send_start 'bash -s' || { trap - INT; return 98; }
+  trap 'say "interrupted: some workers may have started; --stop ends them"; own detached; exit 130' INT
+  all send_start 'bash -s' || { trap - INT; own unstarted; return 1; }
 }
-follow() { # follow RUN ID: worker 0's log to its end; returns the run's exit code, 97 if worker 0 cannot be reached
+follow() { # follow RUN ID: worker 0's log to its end; returns the run's exit code
   local name=$1 id=$2 seen=0 tries=0 line code
-  trap 'trap - INT; say "detached; the run goes on: --attach follows it again, --stop ends it"; exit ${detached-0}' INT
+  trap 'trap - INT; own detached; say "detached; the run goes on: --attach follows it again, --stop ends it"; exit 0' \
+    INT
   while :; do
     code=
     while IFS= read -r line; do
@@ -229,48 +284,71 @@ follow() { # follow RUN ID: worker 0's log to its end; returns the run's exit co
       case $line in
       '|'*) printf '%s\n' "${line#|}" && seen=$((seen + 1)) ;;
       '@run '*) read -r _ name id <<<"$line" ;;
+      '@stopped') own stopped ;;
       '@end '*) code=${line#@end } ;;
       esac
     done < <(sent 0 runs "python3 - follow '$name' '$id' $seen" 2>"$tmp/follow.err")
     [ -z "$code" ] || { trap - INT; return "$code"; }
     tries=$((tries + 1))
-    [ "$tries" -lt 5 ] || { trap - INT; cat "$tmp/follow.err" >&2; return 97; }
+    [ "$tries" -lt 5 ] || { trap - INT; cat "$tmp/follow.err" >&2; own lost; return 1; }
     sleep "$nap"
-    if ! look; then trap - INT; return 97; fi
+    look || { trap - INT; own lost; return 1; }
   done
 }
 launch() { # to the end of the run
-  look || return 97
+  look || { own lost; return 1; }
   pack
   start || return
   follow "$run" "$id"
 }
+over() { # over CODE: ends with it, unless there is more to say
+  case $(<"$tmp/own") in
+  lost) die "worker 0 of $TPU cannot be reached: --status tells more, --attach follows a run that is alive" ;;
+  unstarted) die 'nothing was started on the workers that are named above; --stop ends what was' ;;
+  esac
+  exit "$1"
+}
+check() { # check SCRIPT ARGS...: what cannot work anywhere is refused before it costs
+  git -C "$root" rev-parse --git-dir >/dev/null || die "git does not take $root for a checkout (see above), so what to \
+copy is not known"
+  [ -f "$root/$1" ] || die "no script '$1' in $root" 2
+  [ -n "$(git -C "$root" ls-files --cached --others --exclude-standard -- "$1")" ] ||
+    die "git ignores $1, so the workers would not get it: git add -f $1" 2
+}
 
 keep_alive() { # keep_alive TYPE SCRIPT ARGS...
-  local type=$1 log quick=0 again=0 began code state first='' lost='' begun='' detached=96
+  local type=$1 log quick=0 again=0 began code ended state word first='' lost='' begun='' seen='' said='' looks
   shift
   command=("$@")
+  accelerator "$type"
+  check "$@"
   name_run "$@"
+  case $out in *://*) ;; *) say "note: without --out gs://... checkpoints are on the slice's own disks, which a \
+preemption deletes: the run would then start from nothing" ;; esac
   mkdir -p "$root/out"
   log=$root/out/keep-alive-$TPU-$run.log
   note() { say "$1"; printf '%s %s\n' "$(date '+%F %T')" "$1" >>"$log"; }
-  gone() { note "slice $TPU is $state: deleted"; delete; }
   while :; do
     # A slice is deleted only when Google says that it is gone, and made only when Google says that there is none: the
-    # laptop's own network fails too.
-    state=$(quietly queued-resources describe "$TPU" --format='value(state.state)') ||
-      case $(<"$tmp/said") in *NOT_FOUND* | *"not found"*) state=none ;; *) state=unknown ;; esac
-    case $state in SUSPENDED | FAILED) gone || return; state=none ;; esac
-    if [ "$state" = none ]; then
+    # laptop's own network fails too. One that a person has deleted is not rented again.
+    slice_state
+    case $state in
+    up) ;;
+    unknown | coming)
+      if [ "$state" = coming ]; then seen=yes; else word="not to be seen just now: $(tail -n 1 "$tmp/said")"; fi
+      [ "$word" = "$said" ] || say "slice $TPU is $word; waiting"
+      said=$word
+      sleep "$nap"
+      continue ;;
+    none | gone)
+      [ "$state$seen" != noneyes ] || { note "somebody deleted slice $TPU: it is not made again"; return 1; }
+      [ "$state" = none ] || { note "slice $TPU is $word: deleted"; delete || return; }
       create "$type" || { note 'the slice could not be created, see above'; return 1; }
       note "slice $TPU is created"
-      lost=
-    fi
-    if ! look; then
-      case $state in PREEMPTED | TERMINATED | STOPPED) gone || return ;; esac
-      sleep "$nap"
-      continue
-    fi
+      lost='' seen=yes
+      continue ;;
+    esac
+    seen=yes said=
     # The run may be alive, when this was started and ended before.
     if [ -z "$begun" ] && confirmed 0 runs "python3 - status '$run'" &&
       text 0 | grep -q "^$run [^ ]*: [a-z]*, pid "; then
@@ -278,28 +356,43 @@ keep_alive() { # keep_alive TYPE SCRIPT ARGS...
       note "run $run is alive: it is followed"
     fi
     began=$SECONDS code=0 begun=yes
+    : >"$tmp/own"
     if [ -n "$lost" ]; then # out of sight for a while: the run may be alive
-      (follow "$run" '') 2>&1 | tee "$tmp/last" || code=${PIPESTATUS[0]}
+      (follow "$run" '') 2>&1 | tee -i "$tmp/last" || code=${PIPESTATUS[0]}
     else
-      (launch) 2>&1 | tee "$tmp/last" || code=${PIPESTATUS[0]}
+      (launch) 2>&1 | tee -i "$tmp/last" || code=${PIPESTATUS[0]}
     fi
-    lost=
-    case $code in
-    0) note "run $run is complete, after $again repeats"; return 0 ;;
-    96) note 'nobody watches any more; the same command goes on'; return 0 ;;
-    129 | 130 | 143) note "run $run was stopped"; return "$code" ;;
+    lost='' ended=$(<"$tmp/own")
+    case $ended in
+    detached) note 'nobody watches any more; the same command goes on'; return "$code" ;;
+    stopped) note "run $run was stopped"; return "$code" ;;
+    '') [ "$code" != 0 ] || { note "run $run is complete, after $again repeats"; return 0; } ;;
     esac
-    if ! look 2>/dev/null && [ -n "$state" ]; then
+    # A preemption ends a run in many ways, also by SIGTERM, and Google may tell of it minutes later.
+    looks=1
+    case $ended$code in 75 | 129 | 130 | 143 | unstarted*) looks=${NANO_LOOKS:-18} ;; esac
+    while slice_state && looks=$((looks - 1)) && [ "$looks" -gt 0 ]; do
+      case $state in up | unknown) sleep "$nap" ;; *) break ;; esac
+    done
+    case $state in
+    up | unknown) ;;
+    none) continue ;;
+    *)
       again=$((again + 1)) quick=0
-      note "preemption: the slice is gone, $state (exit code $code); repeat $again, from the newest checkpoint"
-      continue
-    fi
-    if [ "$code" = 97 ]; then
+      note "preemption: the slice is gone, $word (exit code $code); repeat $again, from the newest checkpoint"
+      continue ;;
+    esac
+    if [ "$ended" = lost ]; then
       lost=yes
       note "worker 0 cannot be reached; looking again"
       continue
     fi
     again=$((again + 1))
+    if [ "$ended$code" = 75 ]; then # a lost host is not the program's fault
+      note "run $run lost a host (exit code 75); repeat $again"
+      all runs "python3 - stop '$run'" || true
+      continue
+    fi
     if [ $((SECONDS - began)) -lt "${QUICK_S:-600}" ]; then quick=$((quick + 1)); else quick=1 first=''; fi
     [ -n "$first" ] || first=$(grep -A60 'failed first\|nothing was started' "$tmp/last" || tail -n 20 "$tmp/last")
     note "run $run failed with exit code $code ($quick in a row); repeat $again"
@@ -349,7 +442,7 @@ case $1 in
   create "$type"
   say "ready: TPU=$TPU ${ZONE:+ZONE=$ZONE }bash launch.sh SCRIPT ARGS...; it costs until bash launch.sh --delete" ;;
 --delete) alone "$@"; need_name; delete ;;
---attach) alone "$@"; need_name; look || exit; follow "$run" '' ;;
+--attach) alone "$@"; need_name; look || exit; code=0; follow "$run" '' || code=$?; over "$code" ;;
 --status | --stop | --logs)
   alone "$@"; need_name; look || exit
   verb=${1#--} code=0
@@ -385,12 +478,9 @@ case $1 in
 -*) die "no option $1; bash launch.sh --help lists them" 2 ;;
 *)
   need_name
+  check "$@"
   command=("$@")
   code=0
   launch || code=$?
-  case $code in
-  97) die "worker 0 of $TPU cannot be reached: --status tells more, --attach follows a run that is alive" ;;
-  98) die 'nothing was started on the workers that are named above; --stop ends what was' ;;
-  esac
-  exit "$code" ;;
+  over "$code" ;;
 esac

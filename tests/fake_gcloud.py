@@ -177,7 +177,9 @@ def main(args):
                 make(folder)
             state.write_text(' '.join(states[1:]))
     else:
-        node = {'ACTIVE': 'READY', 'SUSPENDED': 'PREEMPTED'}.get(states[0], 'CREATING')
+        node = {'ACTIVE': 'READY', 'PROVISIONING': 'CREATING', 'SUSPENDING': 'PREEMPTED'}.get(states[0])
+        if not node:  # "SUSPENDED: the resources are deleted"
+            fail(verb, f"NOT_FOUND: Resource 'projects/p/locations/{options['zone']}/nodes/{name}' was not found")
         if verb == 'tpu-vm describe':
             print(f'{node}\t{(folder / "n").read_text()}')
         elif node != 'READY':

@@ -302,6 +302,70 @@ while not os.path.exists(seen): time.sleep(.1)''')
     assert 'preemption' in (laptop.checkout / 'out/keep-alive-pod-train_toy.log').read_text()
 
 
+@pytest.mark.parametrize('by', ['SIGTERM', 'deleted', '--stop'])
+def test_keep_alive_tells_a_preemption_from_a_persons_wish(laptop, by):
+    """A preemption sends SIGTERM first, and Google may tell of it later. What a person ends is not rented again."""
+    laptop = laptop(2)
+    laptop.script(f'while not os.path.exists({str(laptop.cloud / "end")!r}): time.sleep(.1)')
+    p = laptop.start('--keep-alive', '--spot', 'v5p-16', 'train_toy.py')
+    laptop.until_all_run()
+    if by == '--stop':
+        assert laptop.run('--stop').returncode == 0
+    elif by == 'deleted':
+        assert laptop.run('--delete').returncode == 0
+    pids = [json.loads(Path(path).read_text())['pid']
+            for path in glob.glob(f'{laptop.cloud}/*pod*/w*/nano/runs/*/*/run.json')]
+    (laptop.cloud / 'end').touch()
+    if by == 'SIGTERM':
+        (laptop.cloud / 'end').unlink()
+        os.kill(pids[1], signal.SIGTERM)
+        wait_for(lambda: 'with exit code 143' in laptop.log('train_toy'))
+        time.sleep(1)
+        (laptop.cloud / 'end').touch()
+        (laptop.cloud / 'pod' / 'state').write_text('SUSPENDED')
+    out, err = p.communicate(timeout=60)
+    creates = sum(c[3] == 'create' for c in laptop.calls())
+    text, code, times = {'SIGTERM': ('preemption: the slice is gone, SUSPENDED', 0, 2),
+                         'deleted': ('somebody deleted slice pod', 1, 1),
+                         '--stop': ('run train_toy was stopped', 143, 1)}[by]
+    assert (text in err, p.returncode, creates) == (True, code, times), err
+
+
+def test_keep_alive_checks_before_it_pays(tmp_path):
+    laptop = Laptop(tmp_path, 1)
+    (laptop.checkout / 'ignored').write_text('')
+    for args, text in ((['v7-8', 'train_toy.py'], "no type 'v7-8'"), (['v5e-8', '--spot', 'nix.py'], 'no script'),
+                       (['--spot', 'v5e-8', 'ignored'], 'git ignores ignored')):
+        done = laptop.run('--keep-alive', *args)
+        assert done.returncode == 2 and text in done.err
+    assert not (laptop.cloud / 'calls.jsonl').exists()
+
+
+@pytest.mark.parametrize('code', [96, 97, 98])
+def test_a_script_may_end_with_any_code(laptop, code):
+    laptop = laptop(1)
+    laptop.script(f'sys.exit({code})')
+    done = laptop.run('train_toy.py')
+    assert done.returncode == code and 'error: ' not in done.err
+    done = laptop.run('--keep-alive', 'v6e-8', 'train_toy.py', TRIES='1')
+    assert done.returncode == code and f'failed with exit code {code}' in done.err
+    assert 'a preemption deletes: the run would then start from nothing' in done.err
+
+
+def test_a_request_that_waits(tmp_path):
+    laptop = Laptop(tmp_path, 1)
+    p = laptop.start('--create', 'v6e-8', NANO_NAP='60')
+    wait_for(lambda: (laptop.cloud / 'pod' / 'state').exists() and len(laptop.calls()) > 1)
+    time.sleep(.5)
+    os.killpg(p.pid, signal.SIGINT)
+    out, err = p.communicate(timeout=20)
+    assert p.returncode == 130 and 'the request for slice pod stays' in err
+    (laptop.cloud / 'pod' / 'state').write_text('WAITING_FOR_RESOURCES WAITING_FOR_RESOURCES PROVISIONING ACTIVE')
+    assert 'its request is WAITING_FOR_RESOURCES. bash launch.sh --create TYPE waits on' in laptop.run('--attach').err
+    done = laptop.run('--create', 'v6e-8')
+    assert done.returncode == 0 and 'asked for already' in done.err and 'ready: TPU=pod' in done.err
+
+
 def test_keep_alive_deletes_nothing_when_its_own_network_fails(laptop):
     laptop = laptop(2)
     laptop.script(f'while not os.path.exists({str(laptop.cloud / "end")!r}): time.sleep(.1)')
@@ -331,6 +395,11 @@ def test_keep_alive_gives_up_on_a_program_that_fails(laptop):
 @pytest.mark.parametrize('error, text', [
     ('RESOURCE_EXHAUSTED: Quota limit exceeded', 'cloud.google.com/tpu/docs/quota'),
     ('PERMISSION_DENIED: Permission tpu.nodes.get denied', 'roles/tpu.admin'),
+    ('PERMISSION_DENIED: This API method requires billing to be enabled', 'console.cloud.google.com/billing'),
+    ('INVALID_ARGUMENT: Accelerator type v5e-3 not found', 'accelerator-types list'),
+    ('Unable to reach the server', 'is this machine online? Then try again'),
+    ('The required property [project] is not currently set', 'PROJECT=..., or'),
+    ('Reauthentication failed', 'gcloud auth login'),
     ('SERVICE_DISABLED: Cloud TPU API has not been used', 'gcloud services enable tpu.googleapis.com')])
 def test_what_gcloud_refuses_comes_with_advice(tmp_path, error, text):
     laptop = Laptop(tmp_path, 1)
