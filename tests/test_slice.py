@@ -315,9 +315,7 @@ def test_keep_alive_tells_a_preemption_from_a_persons_wish(laptop, by):
         assert laptop.run('--delete').returncode == 0
     pids = [json.loads(Path(path).read_text())['pid']
             for path in glob.glob(f'{laptop.cloud}/*pod*/w*/nano/runs/*/*/run.json')]
-    (laptop.cloud / 'end').touch()
     if by == 'SIGTERM':
-        (laptop.cloud / 'end').unlink()
         os.kill(pids[1], signal.SIGTERM)
         wait_for(lambda: 'with exit code 143' in laptop.log('train_toy'))
         time.sleep(1)
