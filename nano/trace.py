@@ -102,8 +102,7 @@ class Loop:
             out = xb.Op.call(self._traced.computation, self._traced.ordered([*carry, *slices], seed, constants))
             out = [out.get_tuple_element(k) for k in range(len(carry) + len(results))]
             results = [dynamic_update_slice(all_, one, at) for all_, one in zip(results, out[len(carry):])]
-            return (i + whole(i, 1), *out[:len(carry)], *xs, *results, *seeds,
-                    *constants)
+            return (i + whole(i, 1), *out[:len(carry)], *xs, *results, *seeds, *constants)
 
         builder = xb.create_builder(self.name)
         parameters = [xb.mkparam(builder, k, xb.tensor_shape(t)) for k, t in enumerate(inputs)]
